@@ -35,7 +35,7 @@ from learner.policy.model_shape import INDEX, LANGUAGE
 
 # Tokens of the scored sequences: shorter and longer than windows and chunks of small networks.
 LENGTHS = (20, 72, 41, 53)
-PREFIX = 24  # Tokens that the last two sequences share.
+SHARED = (0, 0, 20, 24)  # First tokens that each sequence shares with the one before.
 SECOND = "second"  # Folder of the checkpoint with the second weights.
 FIRST_WORD = 3  # The ids below are special tokens.
 LAST_WORD = VOCAB - 16  # The ids from here on stand for images or sound in composites.
@@ -46,10 +46,11 @@ Scores = list[list[float]]
 
 
 def make_sequences() -> list[list[int]]:
-    """Return fixed random sequences; the last two begin alike."""
+    """Return fixed random sequences; adjacent ones begin alike."""
     draw = np.random.default_rng(7)
     sequences = [draw.integers(FIRST_WORD, LAST_WORD, length).tolist() for length in LENGTHS]
-    sequences[3][:PREFIX] = sequences[2][:PREFIX]
+    for index, num in enumerate(SHARED):
+        sequences[index][:num] = sequences[index - 1][:num]
     return sequences
 
 
@@ -166,7 +167,7 @@ class LearnerSide:
         """Return the difference of sequences with a shared prefix."""
         passes = passes_of(policy, Layout.PACKED)
         passes.check_start(may_pad=False)
-        block = block_of(SEQUENCES, is_packed=True, shared=[(1, 0), (1, 0), (2, PREFIX)])
+        block = block_of(SEQUENCES, is_packed=True, shared=SHARED)
         expected = [score for scores in self.first for score in scores]
         return _largest(passes.score(block).logprobs.tolist(), expected)
 

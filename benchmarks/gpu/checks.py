@@ -14,8 +14,10 @@ from benchmarks.conformance.networks import VOCAB, perturb, stored, tiny_config
 from benchmarks.learner.batch import BatchShape, make_batch
 from benchmarks.learner.checks.bench import DeviceBench
 from benchmarks.learner.step import STILL, BareStep
+from benchmarks.learner.trees import SHAPES, add_shape, samples_of
 from common.config.learner import Attention, Layout
-from learner.batch.batching import collate_tokens
+from learner.batch.batching import collate_tokens, each_microbatch
+from learner.batch.rows import by_sample, in_order
 from learner.policy.determinism import make_deterministic, zero_dropout_rates
 from learner.policy.kernels import mixers
 from learner.policy.kernels.attention import use_attention
@@ -34,10 +36,11 @@ LAYER_KINDS = {
     "a short convolution": "lfm2",
 }
 LAYER_LENGTHS = (40, 300, 129, 260)
-LAYER_PREFIX = 32
-LAYER_SHARED = [(1, 0), (1, 0), (2, LAYER_PREFIX)]
+LAYER_SHARED = (0, 32, 96, 64)  # First tokens that each sequence shares with the one before.
 MAX_BF16_GAP = 0.05  # Both layouts round, in other kernels.
 MAX_BF16_TURN = 0.1
+TREE_TOKENS = 16_384  # Budget of a microbatch of trees.
+TREE_ROUNDS = 2
 WARM_FRAC = 0.25  # Share of the steps before the growth is measured.
 
 
@@ -79,8 +82,9 @@ def check_packed_layers(bench: DeviceBench) -> None:
     scoring = Scoring(chunk_tokens=256, autocast=bench.is_cuda)
     draw = np.random.default_rng(0)
     sequences = [draw.integers(3, VOCAB, length) for length in LAYER_LENGTHS]
-    sequences[-1][:LAYER_PREFIX] = sequences[-2][:LAYER_PREFIX]
-    masks = [np.arange(len(each)) >= LAYER_PREFIX for each in sequences]
+    for index, num in enumerate(LAYER_SHARED):
+        sequences[index][:num] = sequences[index - 1][:num]
+    masks = [np.arange(len(each)) >= min(LAYER_SHARED[1:]) for each in sequences]
     blocks = {
         Layout.PADDED: collate_tokens(sequences, masks, device=bench.device),
         Layout.PACKED: collate_tokens(
@@ -107,6 +111,58 @@ def check_packed_layers(bench: DeviceBench) -> None:
         note = f"{looping} computes one sequence after another" if looping else ""
         bench.suite.at_most(f"packed rows, {kind}: mean difference", gap, "nats", most, note)
         bench.suite.at_most(f"packed rows, {kind}: gradient", turned, "", most_turned)
+
+
+def check_trees(bench: DeviceBench) -> None:
+    """Compare scores, gradient and time of branching rows as trees and apart.
+
+    On a GPU the largest shape has 14,880 tokens in its tree, and 84,800 in its rows.
+    """
+    model = bench.model()
+    cfg = replace(bench.sizes.learner, layout=Layout.PACKED, lr=STILL)
+    scoring = Scoring(chunk_tokens=cfg.logprob_chunk_tokens, autocast=bench.is_cuda)
+    scale = bench.sizes.tree_scale
+    use_attention([model], bench.device.type, Layout.PACKED, Attention.AUTO)
+    for name, shape in SHAPES.items():
+        rng = np.random.default_rng(0)
+        samples = samples_of(shape(rng, vocabulary_size(model), scale=scale))
+        longest = max(len(sample.trajectory.token_ids) for sample in samples)
+        scores: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for is_shared in (False, True):
+            model.zero_grad()
+            parts: dict[int, Tensor] = {}
+            for micro in each_microbatch(
+                samples,
+                range(len(samples)),
+                max_tokens=max(longest, TREE_TOKENS),
+                device=bench.device,
+                is_packed=True,
+                shares_prefix=is_shared,
+            ):
+                found = token_logprobs(model, micro.tokens, scoring)
+                found.sum().backward()
+                parts |= by_sample(micro, found)
+            scores.append(in_order(parts, sorted(parts)).float())
+            of_weights = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+            gradients.append(torch.cat(of_weights).float())
+        gap = float((scores[1] - scores[0]).abs().mean())
+        turned = float((gradients[1] - gradients[0]).norm() / gradients[0].norm())
+        most, most_turned = (MAX_BF16_GAP, MAX_BF16_TURN) if bench.is_cuda else (1e-5, 1e-4)
+        bench.suite.at_most(f"trees, {name}: mean difference", gap, "nats", most)
+        bench.suite.at_most(f"trees, {name}: gradient", turned, "", most_turned)
+        del gradients
+        model.zero_grad()
+        measured = replace(cfg, max_tokens_per_microbatch=max(longest, TREE_TOKENS))
+        add_shape(
+            bench.suite,
+            f"trees, {name}",
+            measured,
+            model,
+            samples,
+            num_rounds=TREE_ROUNDS,
+            engine_dtype="bfloat16" if bench.is_cuda else "float32",
+        )
 
 
 def _layer_network(family: str, device: torch.device) -> PreTrainedModel:

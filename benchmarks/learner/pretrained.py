@@ -18,7 +18,8 @@ from common.config.learner import FULL, Attention, Layout, LoraSection, Optimize
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from learner.batch.batching import Sample, repeated_prefixes
+from learner.batch.batching import Sample
+from learner.batch.trees import forest_of
 from learner.policy.model import load_policy, vocabulary_size
 from learner.training.throughput import matrix_rate, step_flops
 from learner.training.trainer import Trainer
@@ -42,7 +43,7 @@ SHAPES = {
 }
 LEGEND = (
     "Share: the operations that a training step needs at least, over its seconds and over the\n"
-    "rate of 2,048-matrices in the same precision. A common prompt counts once, recomputation not\n"
+    "rate of 2,048-matrices in the same precision. Common tokens count once, recomputation not\n"
     "at all. Step and rate alternate in one process, on one thread, in its own CPU time. Memory:\n"
     "the most that was resident, with Python and its libraries."
 )
@@ -104,10 +105,11 @@ def _measure_precision(suite: Suite, cfg: RunConfig, precision: Precision) -> No
         }
         results = suite.in_turn(contenders, num_rounds=NUM_ROUNDS)
         rate = max(results.pop("rate"))
-        lengths = [len(each.trajectory.token_ids) for each in samples]
-        num_scored = sum(each.num_sampled_tokens for each in samples)
+        rows = [each.trajectory for each in samples]
+        lengths = [len(row.token_ids) for row in rows]
+        forest = forest_of(rows)
         for kind, of in (("full", full), ("lora", adapted)):
-            flops = step_flops(of.network, lengths, num_scored, repeated_prefixes(samples))
+            flops = step_flops(of.network, lengths, forest.num_scored(rows), forest.shared)
             took_s = statistics.median(results[kind])
             share = flops / took_s / rate
             note = f"{took_s:.1f} s, {flops / took_s / 1e9:.0f} of {rate / 1e9:.0f} GFLOP/s"

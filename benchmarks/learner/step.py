@@ -66,6 +66,7 @@ class BareStep:
         samples: Sequence[Sample],
         *,
         engine_dtype: str,
+        shares_prefix: bool = False,
     ) -> None:
         self._passes = Passes(
             cfg, Networks(policy=model), temperature=1.0, engine_dtype=engine_dtype
@@ -78,6 +79,7 @@ class BareStep:
                 max_tokens=cfg.max_tokens_per_microbatch,
                 device=next(model.parameters()).device,
                 is_packed=self._passes.is_packed,
+                shares_prefix=shares_prefix,
             )
         ]
         self._num_sampled = sum(sample.num_sampled_tokens for sample in samples)

@@ -533,7 +533,10 @@ class LearnerSection(RankKeys):
     )
     attention: Attention = knob(Attention.AUTO, "Selects the attention kernels of the learner.")
     shared_prefix: bool = knob(
-        True, "With the packed layout, computes the common prefix of a group's episodes once."
+        True,
+        "With the packed layout, computes the tokens that several rows of a microbatch begin with "
+        "once, as a tree. The gradient does not depend on it, except for rounding and the term of "
+        "algorithm.router_aux_coef.",
     )
     compile: bool = knob(
         False,

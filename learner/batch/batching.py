@@ -1,9 +1,13 @@
 """Trajectories -> minibatches -> microbatches of tensors that fit a token budget.
 
 In the packed layout sequences follow one another in a single row. The attention separates them, and
-positions restart with each sequence. In the padded layout sequences of similar lengths form one
-[batch, seq] block with padding on the right. A causal model needs no mask for this padding: it
-follows every real token, so no real token attends to it, and no scored token is predicted from it.
+positions restart with each sequence. Sequences with equal first tokens form a tree, whose tokens
+are computed once: a token attends to its ancestors, and its position is its depth. The gradients of
+all sequences are added at their common tokens.
+
+In the padded layout sequences of similar lengths form one [batch, seq] block with padding on the
+right. A causal model needs no mask for this padding: it follows every real token, so no real token
+attends to it, and no scored token is predicted from it.
 
 Several ranks can divide a packed row: each computes adjacent tokens of it. All parts have the same
 number of positions. The last ones may end with filling beyond the row.
@@ -12,7 +16,7 @@ number of positions. The last ones may end with filling beyond the row.
 # pyright: reportUnknownMemberType=false
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,11 +37,9 @@ from learner.batch.packing import (
     place_routes,
     placed,
     recorded_of,
-    unlike_records,
 )
+from learner.batch.trees import cut, forest_of
 
-# Minimal length of a shared prefix; sharing a shorter one costs more than it saves.
-MIN_SHARED_TOKENS = 8
 # Columns of samples that only a critic or a teacher fills.
 _OPTIONAL_ARRAYS = ("value_targets", "values", "state_marks", "teacher_logprobs", "teacher_top")
 PADDING_ID = 0  # Any valid token id: its outputs are never read.
@@ -81,13 +83,16 @@ class Sample:
 class TokenBatch:
     """The input of a forward pass: sequences, and the indices of the tokens to score.
 
-    In the packed layout the batch is a single row of consecutive sequences.
+    In the packed layout the batch is a single row of consecutive sequences. A token that several
+    sequences score after the same tokens is scored once.
     """
 
     token_ids: Tensor = field(repr=False)  # [batch, seq] int64, padded on the right
-    # [tokens] int64 into [batch * seq]: the position that predicts each target
+    # [scored] int64 into [batch * seq]: the position that predicts each target
     source_rows: Tensor = field(repr=False)
-    target_ids: Tensor = field(repr=False)  # [tokens] int64, tokens to score, sequence by sequence
+    target_ids: Tensor = field(repr=False)  # [scored] int64, tokens to score
+    # [tokens] int64 into [scored]: the tokens to score, sequence by sequence; None: all in order.
+    scored_at: Tensor | None = field(repr=False, default=None)
     # [sequence] int64 into [batch * seq]: the last token of each
     last_rows: Tensor = field(repr=False)
     position_ids: Tensor | None = field(repr=False, default=None)  # [1, seq] int64; None if padded
@@ -99,8 +104,15 @@ class TokenBatch:
     host_rows: tuple[np.ndarray, np.ndarray] | None = field(repr=False, default=None)
     # Ranks that hold the slices of the row; None: this batch is whole.
     sequence_group: ProcessGroup | None = None
-    # [tokens, k] int64, further tokens to score at each scored position; None: none.
+    # [scored, k] int64, further tokens to score at each scored position; None: none.
     support_ids: Tensor | None = field(repr=False, default=None)
+    num_computed: int = 0  # Positions with a token, without padding and filling.
+
+    def per_token(self, scored: Tensor | None) -> Tensor | None:
+        """Return results [tokens, ...] of all tokens from those [scored, ...]; None for None."""
+        if scored is None or self.scored_at is None:
+            return scored
+        return scored.index_select(0, self.scored_at)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +122,7 @@ class MicroBatch:
     tokens: TokenBatch
     sample_indices: list[int]  # Indices of its samples in the step's list, in token order.
     sample_sizes: list[int]  # Number of sampled tokens in each sample.
-    num_tokens: int  # Number of real tokens, sampled or not, without padding.
+    num_tokens: int  # Number of tokens of all sequences, sampled or not, without padding.
     num_turns: int  # Upper bound of `turn_ids`; some turns may have no sampled token.
     sampler_logprobs: Tensor = field(repr=False)  # [tokens] float32 nats
     advantages: Tensor = field(repr=False)  # [tokens] float32
@@ -137,22 +149,23 @@ def collate_tokens(
     *,
     device: torch.device | str,
     is_packed: bool = False,
-    shared: Sequence[tuple[int, int]] = (),
+    shared: Sequence[int] = (),
     recorded: Sequence[Recorded | None] | None = None,
+    support: Sequence[np.ndarray] | None = None,
 ) -> TokenBatch:
     """Arrange sequences in one block and index the tokens to score.
 
     Args:
         sequences: each [seq] integer token ids; lengths may differ.
         masks: each [seq] bool, True on tokens to score given all tokens before them.
-        shared: only for packing, (count, shared prefix length) for each run of adjacent sequences.
-            The prefix is shorter than each sequence, has no token to score, and has equal records.
-            Empty: no shared prefixes.
+        shared: only for packing, for each sequence the number of first tokens that it shares with
+            the one before: they have equal records. Empty: no sequence shares tokens.
         recorded: recorded experts of each sequence; None: there are none.
+        support: for each sequence [its tokens to score, k] further tokens to score there.
 
     Raises:
-        ValueError: there is no sequence, one is empty, shapes differ, or a mask scores a first
-            token, which has no predecessor.
+        ValueError: there is no sequence, one is empty, shapes differ, shared tokens differ, or a
+            mask scores a first token, which has no predecessor.
     """
     if not sequences or len(sequences) != len(masks):
         raise ValueError(
@@ -174,24 +187,39 @@ def collate_tokens(
         flat[places], positions[places] = sequence, np.arange(len(sequence))
         is_real[places] = True
     scored = [np.flatnonzero(mask) for mask in masks]
-    source_rows = [places[at - 1] for places, at in zip(rows, scored, strict=True)]
+    sources = np.concatenate([places[at - 1] for places, at in zip(rows, scored, strict=True)])
+    targets = np.concatenate([places[at] for places, at in zip(rows, scored, strict=True)])
+    scored_at: np.ndarray | None = None
+    if support is None and any(shared):
+        # Equal targets have equal sources: a position of a tree has one predecessor.
+        distinct, firsts, at = np.unique(targets, return_index=True, return_inverse=True)
+        if len(distinct) < len(targets):
+            sources, targets, scored_at = sources[firsts], distinct, at
 
     arrays = {
         "token_ids": flat.reshape(shape),
-        "source_rows": np.concatenate(source_rows),
-        "target_ids": flat[
-            np.concatenate([places[at] for places, at in zip(rows, scored, strict=True)])
-        ],
+        "source_rows": sources,
+        "target_ids": flat[targets],
         "is_real": is_real,
         "last_rows": np.concatenate([places[-1:] for places in rows]),
     }
     if is_packed:
         arrays["position_ids"] = positions[None]
+    if scored_at is not None:
+        arrays["scored_at"] = scored_at
+    if support is not None:
+        arrays["support_ids"] = np.concatenate(support).astype(np.int64)
     packing = pack(keys, device) if is_packed else None
     routes = None if recorded is None else place_routes(recorded, rows, len(flat), device)
     host_rows = (arrays["source_rows"], arrays["last_rows"])
     moved: dict[str, Any] = dict(placed(arrays, device))
-    return TokenBatch(**moved, packing=packing, routes=routes, host_rows=host_rows)
+    return TokenBatch(
+        **moved,
+        packing=packing,
+        routes=routes,
+        host_rows=host_rows,
+        num_computed=int(is_real.sum()),
+    )
 
 
 def _padded_rows(
@@ -279,7 +307,7 @@ class MicrobatchSamples:
     """The samples of one microbatch, in order."""
 
     indices: list[int]
-    shared: tuple[tuple[int, int], ...] = ()  # As in `collate_tokens`.
+    shared: tuple[int, ...] = ()  # As in `collate_tokens`.
 
 
 def plan_blocks(
@@ -292,71 +320,57 @@ def plan_blocks(
 ) -> list[MicrobatchSamples]:
     """Return the samples at `indices` in blocks of at most `max_tokens`, padding included.
 
-    Members of a group that share a prefix are adjacent, as many as fit into a block.
+    Samples of a tree are adjacent. A tree with more tokens is cut where it costs least.
     """
-    lengths = {index: len(samples[index].trajectory.token_ids) for index in indices}
+    lengths = [len(samples[index].trajectory.token_ids) for index in indices]
     if not (is_packed and shares_prefix):
-        planned = plan_microbatches(
-            list(lengths.values()), max_tokens=max_tokens, is_packed=is_packed
-        )
+        planned = plan_microbatches(lengths, max_tokens=max_tokens, is_packed=is_packed)
         return [MicrobatchSamples([indices[i] for i in block]) for block in planned]
-    groups: dict[str, list[int]] = {}
-    for index in indices:
-        groups.setdefault(samples[index].trajectory.group_id, []).append(index)
-    # Members, prefix length, and total number of tokens.
-    families: list[tuple[list[int], int, int]] = []
-    for members in groups.values():
-        prefix = shared_prefix([samples[index].trajectory for index in members])
-        first = 0
-        total = prefix
-        for at, index in enumerate(members):
-            tail = lengths[index] - prefix
-            if at > first and total + tail > max_tokens:
-                families.append((members[first:at], prefix, total))
-                first = at
-                total = prefix
-            total += tail
-        families.append((members[first:], prefix, total))
-    totals = [total for _, _, total in families]
-    planned = plan_microbatches(totals, max_tokens=max_tokens, is_packed=True)
-    chosen = [[families[i] for i in block] for block in planned]
+    pieces = plan_trees(samples, indices, max_tokens=max_tokens)
+    totals = [piece.num_tokens for piece in pieces]
     return [
         MicrobatchSamples(
-            [index for members, _, _ in block for index in members],
-            tuple((len(members), prefix) for members, prefix, _ in block),
+            [index for i in block for index in pieces[i].indices],
+            tuple(num for i in block for num in pieces[i].shared),
         )
-        for block in chosen
+        for block in plan_microbatches(totals, max_tokens=max_tokens, is_packed=True)
     ]
 
 
-def shared_prefix(trajectories: Sequence[Trajectory]) -> int:
-    """Return the length of the common unsampled prefix; 0 for one trajectory or a short prefix.
+@dataclass(frozen=True, slots=True)
+class TreePiece:
+    """The samples of a tree, or of a part of one."""
 
-    The prefix ends where recorded experts differ: one copy of a token can use one record only.
-    """
-    ends = [
-        min(int(np.argmax(np.append(t.loss_mask, True))), len(t.token_ids) - 1)
-        for t in trajectories
-    ]
-    end = min(ends)
-    first = trajectories[0].token_ids
-    for other in trajectories[1:]:
-        unlike = np.flatnonzero(first[:end] != other.token_ids[:end])
-        end = int(unlike[0]) if unlike.size else end
-        unlike = unlike_records(trajectories[0], other, end)
-        end = int(unlike[0]) if unlike.size else end
-    return end if len(trajectories) > 1 and end >= MIN_SHARED_TOKENS else 0
+    indices: list[int]
+    lengths: list[int]  # Tokens of each sample.
+    shared: list[int]  # As in `collate_tokens`.
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens to compute."""
+        return sum(self.lengths) - sum(self.shared)
+
+    @property
+    def num_pairs(self) -> int:
+        """The number of pairs of a query and a key."""
+        repeated = sum(num * (num + 1) // 2 for num in self.shared)
+        return sum(num * (num + 1) // 2 for num in self.lengths) - repeated
 
 
-def repeated_prefixes(samples: Sequence[Sample]) -> list[int]:
-    """Return the length of the shared prefix for all members of a group but one."""
-    groups: dict[str, list[Trajectory]] = {}
-    for sample in samples:
-        groups.setdefault(sample.trajectory.group_id, []).append(sample.trajectory)
+def plan_trees(
+    samples: Sequence[Sample], indices: Sequence[int], *, max_tokens: int
+) -> list[TreePiece]:
+    """Return the trees of the samples at `indices`, cut into pieces of at most `max_tokens`."""
+    rows = [samples[index].trajectory for index in indices]
+    forest = forest_of(rows)
+    lengths = [len(rows[at].token_ids) for at in forest.order]
     return [
-        prefix
-        for members in groups.values()
-        for prefix in [shared_prefix(members)] * (len(members) - 1)
+        TreePiece(
+            [indices[forest.order[at]] for at in piece],
+            [lengths[at] for at in piece],
+            [forest.shared[at] if at > piece.start else 0 for at in piece],
+        )
+        for piece in cut(lengths, forest.shared, max_tokens=max_tokens)
     ]
 
 
@@ -405,6 +419,7 @@ def _collate(
         parts = [getattr(sample, name) for sample in chosen]
         if all(part is not None for part in parts):
             arrays[name] = np.concatenate(parts).astype(np.float32)
+    support = [sample.teacher_ids for sample in chosen if sample.teacher_ids is not None]
     tokens = collate_tokens(
         [t.token_ids for t in trajectories],
         masks,
@@ -412,11 +427,8 @@ def _collate(
         is_packed=is_packed,
         shared=block.shared,
         recorded=recorded_of(trajectories),
+        support=support if len(support) == len(chosen) else None,
     )
-    support = [sample.teacher_ids for sample in chosen if sample.teacher_ids is not None]
-    if len(support) == len(chosen):
-        ids = np.concatenate(support).astype(np.int64)
-        tokens = replace(tokens, support_ids=placed({"ids": ids}, device)["ids"])
     return MicroBatch(
         tokens=tokens,
         sample_indices=block.indices,

@@ -109,11 +109,11 @@ class PairBlock:
 class Packing:
     """The attention pattern of a packed row: each query attends to the keys up to its own.
 
-    A prefix that several sequences share is a sequence of its own. The queries of these sequences
-    start after the prefix, and their keys include it.
+    The sequences of a row are the paths of trees. The queries of a path are its new tokens, which
+    are contiguous. Its keys begin with the tokens that an earlier path has computed.
     """
 
-    lengths: tuple[int, ...]  # Number of queries in each sequence; sequences are contiguous.
+    lengths: tuple[int, ...]  # Number of queries in each sequence.
     key_lengths: tuple[int, ...]  # Number of keys in each sequence.
     # [sequence + 1] int32, starts of sequences and the end. Empty sequences follow the last one.
     bounds: Tensor = field(repr=False)
@@ -122,6 +122,10 @@ class Packing:
     blocks: Callable[[int | None], Sequence[PairBlock]] = field(repr=False)
     # The same row with attention that ends at each multiple of a number of positions.
     chunked: Callable[[int], "Packing"] = field(repr=False)
+    # The same row without the keys before the windows of all queries, by the window's keys.
+    windowed: Callable[[int], "Packing"] = field(repr=False)
+    # The same row as (queries, their packing), by the number of keys of a packing.
+    divided: Callable[[int], Sequence[tuple[slice, "Packing"]]] = field(repr=False)
     # [key] int64; None: the rows of the queries
     key_rows: Tensor | None = field(repr=False, default=None)
 
@@ -141,28 +145,34 @@ def _upper_bound(lengths: tuple[int, ...]) -> int:
 
 
 def packed_rows(
-    sequences: Sequence[np.ndarray], shared: Sequence[tuple[int, int]]
+    sequences: Sequence[np.ndarray], shared: Sequence[int]
 ) -> tuple[list[np.ndarray], list[tuple[int, np.ndarray]], tuple[int, int]]:
     """Return each sequence's rows, each part as (number of queries, rows of keys), and the shape.
 
     Args:
-        shared: (count, shared prefix length) for each run of adjacent sequences.
+        shared: number of first tokens whose rows are those of the sequence before, for each
+            sequence. Empty: no sequence shares rows.
+
+    Raises: ValueError: a sequence does not begin with the shared tokens of the one before.
+
+    Example: sequences [p a], [p b c], [p b d e] and shared [0, 1, 2] have the row [p a b c d e]
+        and the parts (2, [0 1]), (2, [0 2 3]), (2, [0 2 4 5]).
     """
     rows: list[np.ndarray] = []
     parts: list[tuple[int, np.ndarray]] = []
     total = 0
-    index = 0
-    for number, prefix in shared or [(1, 0)] * len(sequences):
-        head = total + np.arange(prefix)
-        if prefix:
-            parts.append((prefix, head))
-            total += prefix
-        for sequence in sequences[index : index + number]:
-            tail = len(sequence) - prefix
-            rows.append(np.concatenate([head, total + np.arange(tail)]))
-            parts.append((tail, rows[-1]))
-            total += tail
-        index += number
+    before = np.zeros(0, dtype=np.int64)  # The sequence before, and its rows.
+    places = np.zeros(0, dtype=np.int64)
+    for sequence, num in zip(sequences, shared or [0] * len(sequences), strict=True):
+        if num and not np.array_equal(sequence[:num], before[:num]):
+            raise ValueError(f"two adjacent sequences do not begin with the same {num} tokens")
+        tail = len(sequence) - num
+        places = np.concatenate([places[:num], total + np.arange(tail)])
+        before = sequence
+        rows.append(places)
+        if tail:
+            parts.append((tail, places))
+        total += tail
     filling = row_size(total) - total
     if filling:  # The filling is a separate sequence whose outputs are never read.
         parts.append((filling, total + np.arange(filling)))
@@ -194,6 +204,8 @@ def pack(parts: Sequence[tuple[int, np.ndarray]], device: torch.device | str) ->
         moved["key_bounds"],
         cache(partial(_blocks, parts, device)),  # Fused kernels never request the blocks.
         cache(partial(_pack_chunks, parts, device)),
+        cache(partial(_pack_windows, parts, device)),
+        cache(partial(_divide, parts, device)),
         moved.get("key_rows"),
     )
 
@@ -211,6 +223,36 @@ def _pack_chunks(
             pieces.append((end - first, keys[start:end]))
             first = end
     return pack(pieces, device)
+
+
+def _pack_windows(
+    parts: Sequence[tuple[int, np.ndarray]], device: torch.device | str, window: int
+) -> Packing:
+    """Return the packing without the keys that no query of a sequence attends to."""
+    return pack(
+        [(length, keys[first_key(len(keys), length, window) :]) for length, keys in parts], device
+    )
+
+
+def _divide(
+    parts: Sequence[tuple[int, np.ndarray]], device: torch.device | str, max_keys: int
+) -> list[tuple[slice, Packing]]:
+    """Return adjacent sequences with at most `max_keys` keys together, or one with more."""
+    groups: list[list[tuple[int, np.ndarray]]] = []
+    num_keys = 0
+    for part in parts:
+        if not groups or num_keys + len(part[1]) > max_keys:
+            groups.append([])
+            num_keys = 0
+        groups[-1].append(part)
+        num_keys += len(part[1])
+    divided: list[tuple[slice, Packing]] = []
+    first = 0
+    for group in groups:
+        end = first + sum(length for length, _ in group)
+        divided.append((slice(first, end), pack(group, device)))
+        first = end
+    return divided
 
 
 def _blocks(
@@ -316,7 +358,7 @@ def place_routes(
             places = of_sequence[is_recorded]
             again = mask[places]
             if not np.array_equal(ids[places[again]], chosen[is_recorded][again]):
-                raise ValueError("sequences with unlike records of experts share a prefix")
+                raise ValueError("sequences with unlike records of experts share tokens")
             ids[places] = chosen[is_recorded]
             mask[places] = True
     return Routes(**placed({"ids": ids, "mask": mask}, device))

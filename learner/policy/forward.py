@@ -136,13 +136,20 @@ class _Trained(nn.Module):
         settings = (with_entropy, with_values, with_balance, with_support, probed)
         group = self._group
         if group is None or tokens.packing is None:
-            return self._computed(tokens, scoring, *settings)
-        part = row_part(tokens, group)
-        fields = self._computed(part.tokens, scoring, *settings, whole=tokens)
-        logprobs, entropy, values, end_values, balance, support = fields
-        scored = [gather_entries(each, part.scored, group) for each in (logprobs, entropy, values)]
-        ends = gather_entries(end_values, part.ends, group)
-        return *scored, ends, balance, gather_entries(support, part.scored, group)
+            fields = self._computed(tokens, scoring, *settings)
+            logprobs, entropy, values, ends, balance, support = fields
+            scored = (logprobs, entropy, values, support)
+        else:
+            part = row_part(tokens, group)
+            fields = self._computed(part.tokens, scoring, *settings, whole=tokens)
+            logprobs, entropy, values, end_values, balance, support = fields
+            scored = (
+                gather_entries(each, part.scored, group)
+                for each in (logprobs, entropy, values, support)
+            )
+            ends = gather_entries(end_values, part.ends, group)
+        logprobs, entropy, values, support = map(tokens.per_token, scored)
+        return logprobs, entropy, values, ends, balance, support
 
     def _computed(
         self,
@@ -491,7 +498,7 @@ class Passes:
             blocks = plan_microbatches(lengths, max_tokens=self._max_tokens)
         sums = torch.zeros(len(pairs))
         for block in blocks:
-            heads = [(num, len(pairs[index][0])) for index in block[::num]]
+            heads = [len(pairs[index][0]) if at % num else 0 for at, index in enumerate(block)]
             tokens = collate_tokens(
                 [sequences[index] for index in block],
                 [np.arange(lengths[index]) >= len(pairs[index][0]) for index in block],

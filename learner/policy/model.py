@@ -191,7 +191,10 @@ def token_logprobs(model: PreTrainedModel, tokens: TokenBatch, scoring: Scoring)
     Returns: [tokens] float32 nats.
     """
     hidden = flat_hidden(trunk_of(model), tokens, autocast=scoring.autocast)[tokens.source_rows]
-    return hidden_logprobs(model, hidden, tokens.target_ids, scoring, with_entropy=False)[0]
+    scores = hidden_logprobs(model, hidden, tokens.target_ids, scoring, with_entropy=False)[0]
+    logprobs = tokens.per_token(scores)
+    assert logprobs is not None
+    return logprobs
 
 
 def flat_hidden(body: nn.Module, tokens: TokenBatch, *, autocast: bool) -> Tensor:

@@ -26,7 +26,7 @@ from learner.policy.composite import source_of, text_config
 from learner.policy.model import Scoring
 
 LENGTHS = (24, 44, 33, 37)  # Tokens of the scored sequences.
-PREFIX = 12  # Tokens that the last two sequences share.
+SHARED = (0, 0, 6, 12)  # First tokens that each sequence shares with the one before.
 READ_FRAC = 0.5  # Fraction of a sequence, at its end, that is scored; the rest is only read.
 
 # Largest difference of two fp32 scores, as a fraction of their mean size.
@@ -57,8 +57,7 @@ class Probe:
     sequences: Sequence[np.ndarray] = field(repr=False)  # each [seq] int64 token ids
     device: torch.device
     is_packed: bool
-    # In the packed layout the last two sequences share one copy of their prefix.
-    shares_prefix: bool = False
+    shares_prefix: bool = False  # In the packed layout sequences share their common tokens.
     is_bf16: bool
 
     def alone(self, index: int, *, is_packed: bool) -> TokenBatch:
@@ -74,7 +73,7 @@ class Probe:
             [_mask(each) for each in self.sequences],
             device=self.device,
             is_packed=self.is_packed,
-            shared=[(1, 0), (1, 0), (2, PREFIX)] if self.is_packed and self.shares_prefix else (),
+            shared=SHARED if self.is_packed and self.shares_prefix else (),
         )
 
 
@@ -103,15 +102,15 @@ def make_probe(
     others = list(sense_tokens(vars(model.config)))
     words = np.setdiff1d(np.arange(vocab_size), others)
     sequences = [draw.choice(words, max(4, int(n * scale))) for n in LENGTHS]
-    prefix = min(PREFIX, *(int(len(each) * READ_FRAC) for each in sequences))
-    sequences[3][:prefix] = sequences[2][:prefix]
+    for index, num in enumerate(SHARED):
+        sequences[index][:num] = sequences[index - 1][:num]
     return Probe(
         name=type(model).__name__,
         sequences=sequences,
         device=device,
         is_packed=is_packed,
         is_bf16=is_bf16,
-        shares_prefix=shares_prefix and prefix == PREFIX,
+        shares_prefix=shares_prefix and min(map(len, sequences)) > max(SHARED),
     )
 
 

@@ -21,6 +21,7 @@ from learner.batch.batching import (
     collate_tokens,
     each_microbatch,
     plan_blocks,
+    plan_trees,
     sampled,
 )
 from learner.batch.packing import placed
@@ -52,6 +53,8 @@ from learner.training.ranks import Ranks, deal
 # Mean of the routers' load-balancing loss over microbatches, by their tokens.
 BALANCE_METRIC = "routing/balance_loss"
 CRITIC_METRICS = ("critic/loss", "critic/value_mean", "critic/target_mean")
+# Tokens of a pass over the batch, those that several rows of a microbatch share once.
+COMPUTED_METRIC = "train/num_computed_tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +213,8 @@ class Gradients:
             num_sequences=sum(sample.row == 0 for sample in samples),
         )
         has_critic = self._networks.critic is not None
-        names = ["loss", *metric_names(self._algorithm), *(CRITIC_METRICS if has_critic else ())]
+        names = ["loss", COMPUTED_METRIC, *metric_names(self._algorithm)]
+        names += CRITIC_METRICS if has_critic else ()
         names += [BALANCE_METRIC] if self._is_balanced else []
         logprobs: BySample = {}
         losses = self._losses(batch, part, samples, denominator, logprobs)
@@ -257,6 +261,7 @@ class Gradients:
                 loss = loss + self._algorithm.router_aux_coef * balance
                 metrics[BALANCE_METRIC] = balance.detach()
             logprobs |= by_sample(micro, scores.logprobs)
+            metrics[COMPUTED_METRIC] = loss.new_full((), micro.tokens.num_computed)
             yield loss, {**metrics, "loss": loss.detach()}
         for tokens in self._idle(batch.samples, part):
             scores = self.passes.score(tokens, with_values=has_critic)
@@ -379,11 +384,27 @@ class Gradients:
     def _shares(self, samples: Sequence[Sample], part: Sequence[int]) -> list[list[int]]:
         """Return the samples of `part` in each share. Its number does not depend on `part`.
 
-        Samples are dealt by squared length, which is the cost of attention.
+        Samples are dealt by squared length, which is the cost of attention. With shared prefixes
+        whole pieces of trees are dealt, by their pairs of queries and keys. A piece has at most the
+        tokens of a block, and of a share.
         """
-        costs = [length**2 for length in (len(s.trajectory.token_ids) for s in samples)]
-        owners = deal(costs, self._ranks.num_shares)
-        return [[i for i in part if owners[i] == share] for share in range(self._ranks.num_shares)]
+        num_shares = self._ranks.num_shares
+        if num_shares == 1:
+            return [list(part)]
+        owners = [0] * len(samples)
+        if self.passes.is_packed and self._cfg.shared_prefix:
+            everyone = range(len(samples))
+            trees = plan_trees(samples, everyone, max_tokens=self._max_tokens)
+            of_share = -(-sum(tree.num_tokens for tree in trees) // num_shares)
+            pieces = plan_trees(samples, everyone, max_tokens=min(self._max_tokens, of_share))
+            dealt = deal([piece.num_pairs for piece in pieces], num_shares)
+            for piece, owner in zip(pieces, dealt, strict=True):
+                for index in piece.indices:
+                    owners[index] = owner
+        else:
+            lengths = [len(sample.trajectory.token_ids) for sample in samples]
+            owners = deal([length**2 for length in lengths], num_shares)
+        return [[i for i in part if owners[i] == share] for share in range(num_shares)]
 
     def _whole(self, parts: BySample, sizes: Sequence[int]) -> Tensor:
         """Return the entries of all samples and ranks in order, zeros for missing entries."""

@@ -64,7 +64,7 @@ def step_flops(
     Args:
         lengths: tokens of each sequence.
         num_scored: sampled tokens, whose logits are needed.
-        repeated: lengths of prefixes that are needed once, but belong to another sequence as well.
+        repeated: first tokens of sequences that are needed once, but belong to another one as well.
     """
     policy: Any = model
     config = policy.config.get_text_config()

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from common.segments import RoutingShape
 from learner.algorithms.running import RunningBaseline
-from learner.batch.batching import Sample, make_minibatches, repeated_prefixes
+from learner.batch.batching import Sample, make_minibatches
 from learner.batch.rows import pack_samples, rows_of, unpack_samples
+from learner.batch.trees import forest_of
 from learner.objective.measures import Overlap
 from learner.policy.finite import WeightsNotFinite, first_not_finite
 from learner.policy.forward import Networks
@@ -27,6 +28,7 @@ from learner.training.optimizer import Update, Updates, lr_scale
 from learner.training.ranks import RankOperation, Ranks
 from learner.training.state import StateWriter, live_tensors, local_part, restore
 from learner.training.step import (
+    COMPUTED_METRIC,
     Gradient,
     Gradients,
     ScoredBatch,
@@ -339,6 +341,8 @@ class Trainer:
     ) -> dict[str, float]:
         """Return the metrics of a step."""
         metrics = mean_metrics(updates)
+        if COMPUTED_METRIC in metrics:
+            metrics[COMPUTED_METRIC] *= self._cfg.num_minibatches
         seen = (self._gradients.before(batch), self._gradients.known(batch))
         metrics |= offpolicy_metrics(batch.samples, *seen, batch.version)
         metrics |= volume_metrics(batch.samples, step_s)
@@ -360,16 +364,17 @@ class Trainer:
     ) -> dict[str, float]:
         """Return tokens per second of a device, and the share of its matrix rate that was used.
 
-        Each epoch counts one forward and backward pass of the policy over the batch, and a group's
-        common prompt once.
+        Each epoch counts one forward and backward pass of the policy over the batch, and tokens
+        that its rows have in common once.
         """
-        lengths = [len(sample.trajectory.token_ids) for sample in batch.samples]
+        rows = [sample.trajectory for sample in batch.samples]
+        lengths = [len(row.token_ids) for row in rows]
         metrics = {"perf/tokens_per_s_per_device": sum(lengths) / step_s / self._ranks.size}
         if self._matrix_rate:
-            num_scored = sum(sample.num_sampled_tokens for sample in batch.samples)
+            forest = forest_of(rows)
+            num_scored = forest.num_scored(rows)
             num_epochs = num_updates / self._cfg.num_minibatches
-            repeated = repeated_prefixes(batch.samples)
-            flops = num_epochs * step_flops(self._model, lengths, num_scored, repeated)
+            flops = num_epochs * step_flops(self._model, lengths, num_scored, forest.shared)
             rate = flops / step_s / self._ranks.size
             if rate > self._matrix_rate:  # Other programs had slowed the measurement down.
                 self.measure_rate()

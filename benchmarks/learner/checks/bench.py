@@ -55,6 +55,7 @@ class Sizes:
     packed: tuple[PackedCase, ...]
     matrix_size: int
     growth_steps: int  # Training steps between which the process must not grow.
+    tree_scale: int  # Factor of the lengths of branching rows.
     num_prompts: int  # Turns that an engine samples at once.
     turn_tokens: int  # Sampled tokens of a turn.
     engine_lora_rank: int
@@ -129,6 +130,7 @@ ON_GPU = Sizes(
     ),
     matrix_size=8_192,
     growth_steps=200,
+    tree_scale=4,
     num_prompts=64,
     turn_tokens=256,
     engine_lora_rank=64,
@@ -162,6 +164,7 @@ SMALL = Sizes(
     ),
     matrix_size=64,
     growth_steps=8,
+    tree_scale=1,
     num_prompts=32,
     turn_tokens=64,
     engine_lora_rank=8,

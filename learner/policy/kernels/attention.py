@@ -1,9 +1,10 @@
 """Attention over packed sequences: several in one row, isolated from each other.
 
 There are two kernels. *fused*: on CUDA flash attention over sequences of different lengths (in
-bf16); elsewhere torch's scaled dot products, one sequence at a time. *products*: plain matrix
-products, which keep the probabilities of every pair. On a CPU in bf16 they are faster for short
-sequences. Both compute in the dtype of autocast, since rotary embeddings return fp32 under it.
+bf16); elsewhere torch's scaled dot products, one sequence at a time, or products if sequences share
+rows. *products*: plain matrix products, which keep the probabilities of every pair. On a CPU in
+bf16 they are faster for short sequences. Both compute in the dtype of autocast, since rotary
+embeddings return fp32 under it.
 """
 
 import logging
@@ -157,7 +158,10 @@ def _measured_problem(model: PreTrainedModel, way: Separation) -> str:
 def _scores(model: PreTrainedModel, tokens: TokenBatch, scoring: Scoring) -> Tensor:
     """Return log-probabilities, or the states that predict tokens if there is no head."""
     if model.get_output_embeddings() is None:
-        return flat_hidden(model, tokens, autocast=scoring.autocast)[tokens.source_rows]
+        states = flat_hidden(model, tokens, autocast=scoring.autocast)[tokens.source_rows]
+        scored = tokens.per_token(states)
+        assert scored is not None
+        return scored
     return token_logprobs(model, tokens, scoring)
 
 
@@ -328,6 +332,8 @@ def _pattern(
     chunk = _chunk_of(module)
     if chunk is not None and chunk < max(packing.key_lengths):
         packing = packing.chunked(chunk)
+    if window is not None and packing.key_rows is not None:
+        packing = packing.windowed(window)
     return _Pattern(packing, _shorter(window, packing.max_key_length), cap, sinks)
 
 
@@ -357,19 +363,16 @@ def _fused(
         problem = problem or "scores have a bound, which flash attention lacks"
     if problem and problem != flash.NO_CUDA:
         _warn_slow(module, problem)
-    if problem and (pattern.cap is not None or pattern.sinks is not None):
-        return _by_products(query, key, value, pattern, scaling, is_lean=True), None
     packed = pattern.packing
-    if packed.key_rows is not None:
-        key, value = (tensor.index_select(2, packed.key_rows) for tensor in (key, value))
+    is_plain = pattern.cap is None and pattern.sinks is None and packed.key_rows is None
+    if problem and not is_plain:
+        return _by_products(query, key, value, pattern, scaling, is_lean=True), None
     if not problem:
         # [seq, head, size] each
         queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
         call = flash.FlashCall(packed, scaling=scaling, window=pattern.window)
         return flash.flash(queries, keys, values, call, sinks=pattern.sinks)[None], None
-    lengths = list(packed.lengths)
-    key_lengths = list(packed.key_lengths)
-    return _one_by_one(query, key, value, lengths, key_lengths, scaling, sliding_window), None
+    return _one_by_one(query, key, value, list(packed.lengths), scaling, sliding_window), None
 
 
 def _shorter(window: int | None, num_keys: int) -> int | None:
@@ -401,14 +404,11 @@ def _one_by_one(
     key: Tensor,
     value: Tensor,
     lengths: list[int],
-    key_lengths: list[int],
     scaling: float,
     window: int | None,
 ) -> Tensor:
-    """Return attention [1, seq, head, size] of sequences whose numbers of rows are given."""
-    parts = zip(
-        query.split(lengths, 2), key.split(key_lengths, 2), value.split(key_lengths, 2), strict=True
-    )
+    """Return attention [1, seq, head, size] of sequences that share no rows."""
+    parts = zip(*(each.split(lengths, 2) for each in (query, key, value)), strict=True)
     with sdpa_kernel(SDPA_BACKENDS):
         outputs = [out for each in parts for out in _one_fused(*each, scaling, window)]
     return torch.cat(outputs, 2).transpose(1, 2).contiguous()  # Some families view the result.
@@ -418,23 +418,18 @@ def _one_fused(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
 ) -> Iterator[Tensor]:
     """Yield the attention of one sequence: in one piece, with a window in pieces of its length."""
-    num_queries = query.shape[2]
-    num_keys = key.shape[2]
-    window = _shorter(window, num_keys)
-    if window is not None:
-        piece = max(window, CHUNK_TOKENS)
-        for start in range(0, num_queries, piece):
-            end = min(start + piece, num_queries)
-            last = num_keys - num_queries + end
-            seen = slice(first_key(last, end - start, window), last)
-            mask = window_mask(end - start, last - seen.start, window, query.device)
-            asked = query[:, :, start:end]
-            yield _scaled_products(asked, key[:, :, seen], value[:, :, seen], mask, scaling)
+    num_tokens = query.shape[2]
+    window = _shorter(window, num_tokens)
+    if window is None:
+        yield _scaled_products(query, key, value, None, scaling)
         return
-    mask = None  # Without a prefix the kernel applies the causal mask itself.
-    if num_queries < num_keys:
-        mask = window_mask(num_queries, num_keys, num_keys, query.device)
-    yield _scaled_products(query, key, value, mask, scaling)
+    piece = max(window, CHUNK_TOKENS)
+    for start in range(0, num_tokens, piece):
+        end = min(start + piece, num_tokens)
+        seen = slice(first_key(end, end - start, window), end)
+        mask = window_mask(end - start, end - seen.start, window, query.device)
+        asked = query[:, :, start:end]
+        yield _scaled_products(asked, key[:, :, seen], value[:, :, seen], mask, scaling)
 
 
 def _scaled_products(

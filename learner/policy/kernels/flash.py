@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -19,6 +19,8 @@ MAX_HEAD_SIZE = 256
 HEAD_MULTIPLE = 8  # The kernel accepts head sizes that are multiples of this number.
 NO_CUDA = "the device has no CUDA"  # The expected reason on a CPU.
 CAUSAL = (-1, 0)  # Window of keys to the left and to the right of a query; -1 has no limit.
+# Keys that one call of the kernel gets if sequences share rows; they are copied for the call.
+GATHERED_KEYS = 2**18
 
 
 def flash_problem(query: Tensor, value: Tensor) -> str:
@@ -66,6 +68,14 @@ class FlashCall:
     window: int | None = field(kw_only=True, default=None)
 
     @property
+    def parts(self) -> Sequence[tuple[slice, "FlashCall"]]:
+        """Calls for adjacent rows, each with a limited number of keys that it copies."""
+        if self.packing.key_rows is None:
+            return [(slice(0, sum(self.packing.lengths)), self)]
+        divided = self.packing.divided(GATHERED_KEYS)
+        return [(rows, replace(self, packing=packing)) for rows, packing in divided]
+
+    @property
     def span(self) -> tuple[int, int]:
         """The keys to the left and to the right of a query's own that it attends to."""
         return CAUSAL if self.window is None else (self.window - 1, 0)
@@ -81,12 +91,14 @@ class FlashCall:
 def flash(
     query: Tensor, key: Tensor, value: Tensor, call: FlashCall, *, sinks: Tensor | None = None
 ) -> Tensor:
-    """Return causal attention [query, head, size of a value] in one kernel call.
+    """Return causal attention [row, head, size of a value].
+
+    Without shared rows this is one call of the kernel.
 
     Args:
-        query: [query, head, size].
-        key: [key, kv_head, size].
-        value: [key, kv_head, size], whose size may differ.
+        query: [row, head, size].
+        key: [row, kv_head, size].
+        value: [row, kv_head, size], whose size may differ.
         sinks: [head] score of a further key of every query, whose value is zero; None: none.
     """
     size = value.shape[-1]
@@ -97,8 +109,8 @@ def flash(
     is_grouped = group > 1 and _takes(varlen_attn, "enable_gqa")
     if group > 1 and not is_grouped:  # The kernel gets a copy of a key for each head.
         rows[1:] = (each.repeat_interleave(group, 1) for each in rows[1:])
-    if sinks is not None:
-        out = _WithSinks.apply(*rows, sinks, call)
+    if sinks is not None or call.packing.key_rows is not None:
+        out = _Flash.apply(*rows, sinks, call)
     else:
         grouping: dict[str, Any] = {"enable_gqa": True} if is_grouped else {}
         query, key, value = rows
@@ -125,35 +137,75 @@ def _widened(rows: Tensor, size: int) -> Tensor:
     return F.pad(rows, (0, missing)) if missing else rows
 
 
-class _WithSinks(torch.autograd.Function):
-    """Flash attention whose softmax has a sink as a further key without a value.
+class _Flash(torch.autograd.Function):
+    """Flash attention with sinks, or over sequences that share rows.
 
-    The kernel returns the logarithm of the sum of exponentials. With the sink's exponential in this
-    sum, its own backward pass computes the gradients: it needs the sum and the output only.
+    A sink is a further key without a value in the softmax. The kernel returns the logarithm of the
+    sum of exponentials. With the sink's exponential in this sum, its own backward pass computes the
+    gradients: it needs the sum and the output only.
+
+    Shared keys are copied for each sequence, a limited number at a time. The backward pass copies
+    them again, so memory holds one copy of them for each layer. It adds their gradients in fp32.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, call: FlashCall
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: FlashCall
     ) -> Tensor:
-        """Return [query, head, size]."""
-        out, sums, *state = flash_forward(query, key, value, call)
-        of_heads = sinks.to(sums.dtype)[:, None]
-        both = torch.logaddexp(sums, of_heads)  # [head, query]
-        out = out * torch.exp(sums - both).T[..., None].to(out.dtype)
-        ctx.save_for_backward(query, key, value, sinks, out, both, *state)
+        """Return [row, head, size]."""
+        outs: list[Tensor] = []
+        sums: list[Tensor] = []  # [head, row]
+        ctx.states = []
+        for rows, part in call.parts:
+            out, of_rows, *state = flash_forward(
+                query[rows], *_keys_of(part, rows, key, value), part
+            )
+            outs.append(out)
+            sums.append(of_rows)
+            ctx.states.append(state)
+        whole = torch.cat(outs) if len(outs) > 1 else outs[0]
+        logs = torch.cat(sums, 1) if len(sums) > 1 else sums[0]
+        if sinks is not None:
+            both = torch.logaddexp(logs, sinks.to(logs.dtype)[:, None])
+            whole = whole * torch.exp(logs - both).T[..., None].to(whole.dtype)
+            logs = both
+        ctx.save_for_backward(query, key, value, sinks, whole, logs)
         ctx.call = call
-        return out
+        return whole
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradients of query, key, value and sinks."""
-        query, key, value, sinks, out, both, *state = ctx.saved_tensors
-        rows = (query, key, value)
-        gradients = flash_backward(gradient.contiguous(), rows, out, both, state, ctx.call)
-        shares = torch.exp(sinks.to(both.dtype)[:, None] - both)  # [head, query]
-        inner = (gradient * out).sum(-1, dtype=both.dtype).T
+        query, key, value, sinks, out, logs = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        of_query = torch.empty_like(query)
+        is_shared = ctx.call.packing.key_rows is not None
+        wide = torch.float32 if is_shared else key.dtype
+        of_key, of_value = (torch.zeros_like(each, dtype=wide) for each in (key, value))
+        for (rows, part), state in zip(ctx.call.parts, ctx.states, strict=True):
+            inputs = (query[rows], *_keys_of(part, rows, key, value))
+            results = (gradient[rows], inputs, out[rows], logs[:, rows].contiguous(), state, part)
+            of_query[rows], *of_keys = flash_backward(*results)
+            places = part.packing.key_rows
+            for total, of_part in zip((of_key, of_value), of_keys, strict=True):
+                if places is None:
+                    total[rows] += of_part
+                else:
+                    total.index_add_(0, places, of_part.to(wide))
+        gradients = (of_query, of_key.to(key.dtype), of_value.to(value.dtype))
+        if sinks is None:
+            return *gradients, None, None
+        shares = torch.exp(sinks.to(logs.dtype)[:, None] - logs)  # [head, row]
+        inner = (gradient * out).sum(-1, dtype=logs.dtype).T
         return *gradients, -(shares * inner).sum(1).to(sinks.dtype), None
+
+
+def _keys_of(call: FlashCall, rows: slice, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the keys and the values of the queries in `rows`."""
+    places = call.packing.key_rows
+    if places is None:
+        return key[rows], value[rows]
+    return key.index_select(0, places), value.index_select(0, places)
 
 
 def flash_forward(query: Tensor, key: Tensor, value: Tensor, call: FlashCall) -> tuple[Tensor, ...]:

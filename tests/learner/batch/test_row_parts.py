@@ -36,7 +36,7 @@ def tokens() -> TokenBatch:
     masks = [np.isin(np.arange(20), (12, 19)) for _ in sequences]
     ids = np.arange(40, dtype=np.uint8).reshape(20, 2, 1)
     recorded: list[Recorded | None] = [(ids, np.ones(20, dtype=bool)), None]
-    shared = [(2, 12)]
+    shared = [0, 12]
     return collate_tokens(
         sequences, masks, device="cpu", is_packed=True, shared=shared, recorded=recorded
     )

@@ -262,15 +262,17 @@ def test_packed_sequences_longer_than_a_window_score_as_alone(family: str, name:
     model = windowed_model(family, window=8)
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, VOCAB, size=length) for length in (30, 5, 140, 150)]
-    sequences[3][:100] = sequences[2][:100]  # The last two have one copy of their prefix.
-    masks = [np.arange(len(each)) >= min(100, len(each) - 4) for each in sequences]
+    sequences[2][:20] = sequences[0][:20]
+    sequences[3][:100] = sequences[2][:100]
+    sequences = [sequences[1], sequences[0], *sequences[2:]]
+    masks = [np.arange(len(each)) >= min(90, len(each) - 4) for each in sequences]
     model.config._attn_implementation = "eager"
     expected = [
         model(input_ids=torch.from_numpy(sequence)[None]).logits[0].log_softmax(-1)
         for sequence in sequences
     ]
     assert use_attention([model], "cpu", Layout.AUTO, Attention(name))
-    for shared in ((), [(1, 0), (1, 0), (2, 100)]):
+    for shared in ((), (0, 0, 20, 100)):
         tokens = collate_tokens(sequences, masks, device="cpu", is_packed=True, shared=shared)
         found = token_logprobs(model, tokens, EXACT)
         own = torch.cat(
@@ -282,7 +284,7 @@ def test_packed_sequences_longer_than_a_window_score_as_alone(family: str, name:
         torch.testing.assert_close(found, own, atol=1e-5, rtol=0)
     alone = collate_tokens(sequences[2:3], masks[2:3], device="cpu", is_packed=True)
     found = token_logprobs(model, alone, EXACT)
-    torch.testing.assert_close(found, own[8:48], atol=1e-5, rtol=0)
+    torch.testing.assert_close(found, own[8:58], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -89,7 +89,7 @@ def test_scores_of_experts_equal_the_plain_forward(
     assert (torch.tensor(list(chain(*scores))) - expected).abs().max() < 1e-4
     if layout is Layout.PACKED:  # The last two sequences have one copy of their prefix.
         masks = [np.arange(len(each)) >= 16 for each in sequences]
-        shared = [(1, 0), (2, 16)]
+        shared = [0, 0, 16]
         tokens = collate_tokens(sequences, masks, device="cpu", is_packed=True, shared=shared)
         tails = torch.cat([plain_scores(plain, each)[15:] for each in sequences])
         with torch.no_grad():

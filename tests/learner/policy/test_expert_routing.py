@@ -137,8 +137,8 @@ def test_packed_prefix_scores_as_padded_with_records(tmp_path: Path) -> None:
         ids[2][:16] = ids[1][:16]
         masks = [np.arange(len(each)) > 2 for each in sequences]
         recorded = list(zip(ids, masks, strict=True))
-        scored = [np.arange(len(each)) >= 16 for each in sequences]
-        shared = [(1, 0), (2, 16)] if layout is Layout.PACKED else ()
+        scored = [np.arange(len(each)) >= 12 for each in sequences]
+        shared = [0, 0, 16] if layout is Layout.PACKED else ()
         tokens = collate_tokens(
             sequences,
             scored,

@@ -152,25 +152,37 @@ def test_odd_head_sizes_are_padded(
 def _flash_by_cpu(
     query: Tensor, key: Tensor, value: Tensor, call: flash.FlashCall
 ) -> tuple[Tensor, ...]:
-    """Return what `flash_forward` returns, from torch's flash attention for a CPU."""
+    """Return what `flash_forward` returns, by the formula."""
     outs: list[Tensor] = []
     sums: list[Tensor] = []
-    for rows in _by_sequence(call, query, key, value):
-        out, of_rows = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *rows, is_causal=True, scale=call.scaling
-        )
-        outs.append(out[0].transpose(0, 1))
-        sums.append(of_rows[0] if of_rows.shape[1] == query.shape[1] else of_rows[0].T)
+    for asked, keys, values, hidden in _by_sequence(call, query, key, value):
+        scores = asked @ keys.transpose(1, 2) * call.scaling + hidden
+        outs.append((scores.softmax(-1) @ values).transpose(0, 1))
+        sums.append(scores.logsumexp(-1))
     return torch.cat(outs), torch.cat(sums, 1), torch.zeros(2), torch.zeros(0)
 
 
-def _by_sequence(call: flash.FlashCall, *tensors: Tensor) -> list[list[Tensor]]:
-    """Return the rows [1, head, seq, size] of each sequence; keys are repeated for each head."""
-    heads = tensors[0].shape[1]
-    lengths = list(call.packing.lengths)
-    rows = [each.repeat_interleave(heads // each.shape[1], 1) for each in tensors]
-    parts = zip(*(each.split(lengths) for each in rows), strict=True)
-    return [[each.transpose(0, 1)[None] for each in part] for part in parts]
+def _by_sequence(
+    call: flash.FlashCall, query: Tensor, key: Tensor, value: Tensor
+) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Return the rows [head, seq, size] of each sequence, and 0 or -inf [query, key]."""
+    heads = query.shape[1]
+    packing = call.packing
+    key, value = (each.repeat_interleave(heads // each.shape[1], 1) for each in (key, value))
+    of_keys = list(packing.key_lengths)
+    parts = zip(
+        query.split(list(packing.lengths)), key.split(of_keys), value.split(of_keys), strict=True
+    )
+    sequences: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    for part in parts:
+        num, num_keys = len(part[0]), len(part[1])
+        seen = torch.ones(num, num_keys, dtype=torch.bool).tril(num_keys - num)
+        if call.window is not None:
+            seen = seen.triu(num_keys - num - call.window + 1)
+        hidden = torch.zeros(num, num_keys).masked_fill(~seen, -torch.inf)
+        asked, keys, values = (each.transpose(0, 1) for each in part)
+        sequences.append((asked, keys, values, hidden))
+    return sequences
 
 
 def _flash_backward_by_cpu(
@@ -181,30 +193,72 @@ def _flash_backward_by_cpu(
     state: Any,
     call: flash.FlashCall,
 ) -> tuple[Tensor, ...]:
-    """Return what `flash_backward` returns, from torch's flash attention for a CPU."""
-    parts: list[list[Tensor]] = []
-    of_rows = sums.split(list(call.packing.lengths), 1)
-    for index, part in enumerate(_by_sequence(call, gradient, *rows, out)):
-        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *part, of_rows[index][None], 0.0, True, scale=call.scaling
-        )
-        parts.append([each[0].transpose(0, 1) for each in gradients])
-    whole = [torch.cat(column) for column in zip(*parts, strict=True)]
-    heads = [each.shape[1] for each in rows]
+    """Return what `flash_backward` returns, by the formula."""
+    lengths = list(call.packing.lengths)
+    columns: list[list[Tensor]] = [[], [], []]
+    of_rows = zip(gradient.split(lengths), out.split(lengths), sums.split(lengths, 1), strict=True)
+    for part, (of_out, own, logs) in zip(_by_sequence(call, *rows), of_rows, strict=True):
+        asked, keys, values, hidden = part
+        of_out, own = of_out.transpose(0, 1), own.transpose(0, 1)
+        shares = (asked @ keys.transpose(1, 2) * call.scaling + hidden - logs[..., None]).exp()
+        inner = (of_out * own).sum(-1, keepdim=True)
+        of_scores = shares * (of_out @ values.transpose(1, 2) - inner) * call.scaling
+        columns[0].append(of_scores @ keys)
+        columns[1].append(of_scores.transpose(1, 2) @ asked)
+        columns[2].append(shares.transpose(1, 2) @ of_out)
+    whole = [torch.cat([each.transpose(0, 1) for each in column]) for column in columns]
     return tuple(
-        each.unflatten(1, (num, -1)).sum(2) for each, num in zip(whole, heads, strict=True)
+        each.unflatten(1, (of_input.shape[1], -1)).sum(2)
+        for each, of_input in zip(whole, rows, strict=True)
     )
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_sinks_need_only_the_sums_of_a_flash_kernel(
-    kv_heads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generator = torch.Generator().manual_seed(0)
-    packing = rows(9, 30, 4).packing
+@pytest.fixture
+def by_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the formula compute what flash attention computes on CUDA."""
     monkeypatch.setattr(flash, "flash_forward", _flash_by_cpu)
     monkeypatch.setattr(flash, "flash_backward", _flash_backward_by_cpu)
     monkeypatch.setattr(flash, "flash_problem", lambda query, value: "")
+
+
+def tree() -> TokenBatch:
+    """Return a row of branches: of the first path, of a branch, and at the root."""
+    ids = [np.arange(9), np.r_[0:7, 50:60], np.r_[0:7, 50:55, 70:74], np.r_[0:2, 80:90]]
+    masks = [np.arange(len(each)) > 0 for each in ids]
+    return collate_tokens(ids, masks, device="cpu", is_packed=True, shared=[0, 7, 12, 2])
+
+
+@pytest.mark.parametrize("window", [None, 2, 4, 30])
+@pytest.mark.parametrize("most", [2**18, 20, 1])
+def test_flash_kernel_gets_the_ancestors_of_each_branch(
+    window: int | None, most: int, by_formula: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash, "GATHERED_KEYS", most)
+    packing = tree().packing
+    found: list[list[Tensor]] = []
+    for name in ("_fused", "_products"):
+        generator = torch.Generator().manual_seed(0)
+        tensors = [
+            torch.randn(1, heads, 64, 8, generator=generator).requires_grad_()
+            for heads in (4, 2, 2)
+        ]
+        kernel: Any = getattr(attention, name)
+        how = {"scaling": 0.3, "packing": packing, "sliding_window": window}
+        out = kernel(nn.Identity(), *tensors, None, **how)[0]
+        (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+        found.append([out.detach(), *(each.grad for each in tensors if each.grad is not None)])
+    assert len(found[0]) == 4
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("block", [rows(9, 30, 4), tree()])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_sinks_need_only_the_sums_of_a_flash_kernel(
+    kv_heads: int, block: TokenBatch, by_formula: None
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    packing = block.packing
     found: list[list[Tensor]] = []
     for name in ("_fused", "_products"):
         generator.manual_seed(0)

@@ -30,7 +30,7 @@ from tests.marks import long_for
 EXACT = Scoring(chunk_tokens=64, autocast=False)
 LENGTHS = (20, 72, 41, 53)
 PREFIX = 24
-SHARED = [(1, 0), (1, 0), (2, PREFIX)]
+SHARED = (0, 0, 20, PREFIX)  # The last is a branch of a branch.
 # Positions of these networks begin a new chunk, window or scale within the sequences.
 SETTINGS: dict[str, dict[str, Any]] = {
     "llama4_text": {"floor_scale": 8, "attn_scale": 0.5},
@@ -63,14 +63,13 @@ def check_packed(model: Any) -> None:
 def sequences_of(lengths: tuple[int, ...] = LENGTHS) -> list[np.ndarray]:
     draw = np.random.default_rng(3)
     made = [draw.integers(3, VOCAB, length) for length in lengths]
-    made[-1][:PREFIX] = made[-2][:PREFIX]
+    for index, num in enumerate(SHARED):
+        made[index][:num] = made[index - 1][:num]
     return made
 
 
 def block_of(sequences: list[np.ndarray], **layout: Any) -> TokenBatch:
     masks = [np.arange(len(each)) >= PREFIX // 2 for each in sequences]
-    if layout.get("shared"):
-        masks = [np.arange(len(each)) >= min(PREFIX, len(each) // 2) for each in sequences]
     return collate_tokens(sequences, masks, device="cpu", **layout)
 
 
@@ -90,18 +89,15 @@ def test_packed_sequences_have_the_scores_and_gradient_of_padded_ones(
     assert packing_problem(model) == ""
     sequences = sequences_of()
     for shared in ((), SHARED):
-        masks = block_of(sequences, is_packed=True, shared=shared)
+        block = block_of(sequences, is_packed=True, shared=shared)
         use_attention([model], "cpu", Layout.PADDED, Attention.PRODUCTS)
-        masked = [np.arange(len(each)) >= PREFIX // 2 for each in sequences]
-        if shared:
-            masked = [np.arange(len(each)) >= min(PREFIX, len(each) // 2) for each in sequences]
-        padded = collate_tokens(sequences, masked, device="cpu")
+        padded = block_of(sequences)
         weights = torch.linspace(-1, 1, len(padded.target_ids))
         expected = token_logprobs(model, padded, EXACT)
         (expected * weights).sum().backward()
         gradient = gradient_of(model)
         use_attention([model], "cpu", Layout.PACKED, attention)
-        found = token_logprobs(model, masks, EXACT)
+        found = token_logprobs(model, block, EXACT)
         (found * weights).sum().backward()
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=2e-6)
         assert (gradient_of(model) - gradient).norm() < 1e-5 * gradient.norm()
@@ -272,8 +268,7 @@ for shared in ((), SHARED):
     num = len(block.packing.lengths)
     assert rule.CALLS == causal_conv1d.CALLS == [num] * num_layers, rule.CALLS
     alone = torch.cat([token_logprobs(model, block_of([each]), EXACT) for each in sequences])
-    if not shared:
-        torch.testing.assert_close(found, alone, atol=1e-5, rtol=2e-6)
+    torch.testing.assert_close(found, alone, atol=1e-5, rtol=2e-6)
     found.sum().backward()
 check_packed(model)
 print("bounded")

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 VOCAB = 320
 LENGTHS = (30, 12, 21)
-PREFIX = 10
+SHARED = (0, 10, 5)  # First tokens that each sequence shares with the one before.
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -73,13 +73,13 @@ def network_of(family: str) -> Any:
 
 
 def row_of_three() -> TokenBatch:
-    """Return a packed row in which the last two sequences share a prefix."""
+    """Return a packed row in which both later sequences share tokens with the one before."""
     draw = np.random.default_rng(0)
     sequences = [draw.integers(0, VOCAB, length) for length in LENGTHS]
-    sequences[2][:PREFIX] = sequences[1][:PREFIX]
-    masks = [np.arange(len(each)) >= PREFIX for each in sequences]
-    shared = [(1, 0), (2, PREFIX)]
-    return collate_tokens(sequences, masks, device="cpu", is_packed=True, shared=shared)
+    for index, num in enumerate(SHARED):
+        sequences[index][:num] = sequences[index - 1][:num]
+    masks = [np.arange(len(each)) >= 7 for each in sequences]
+    return collate_tokens(sequences, masks, device="cpu", is_packed=True, shared=SHARED)
 
 
 def computed(
