@@ -22,6 +22,8 @@ from learner.batch.packing import unlike_records
 
 # Minimal length of a common beginning; sharing a shorter one costs more than it saves.
 MIN_SHARED_TOKENS = 8
+MARKED_LAYERS = 8  # Layers whose experts order rows with equal tokens.
+MARK_BASE = 1_000_003  # An odd number; products wrap around.
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +50,25 @@ def forest_of(rows: Sequence[Trajectory]) -> Forest:
 
     A common beginning ends where recorded experts differ: one copy of a token has one record.
     """
-    # Bytes of big-endian numbers have the order of the numbers.
-    keys = [row.token_ids.astype(">u4").tobytes() for row in rows]
+    keys = [_key_of(row) for row in rows]
     order = sorted(range(len(rows)), key=lambda index: keys[index])
     shared = [_num_common(rows[a], rows[b]) for a, b in pairwise(order)]
     return Forest(order, [0, *shared] if order else [])
+
+
+def _key_of(row: Trajectory) -> bytes:
+    """Return bytes in whose order rows with equal first tokens and records are adjacent."""
+    ids = row.token_ids.astype(">u4")  # Bytes of big-endian numbers have the numbers' order.
+    if not row.expert_mask.size:
+        return ids.tobytes()
+    columns = np.zeros(len(ids), dtype=[("id", ">u4"), ("record", ">u8")])
+    columns["id"] = ids
+    # A few layers tell most records apart. The common tokens are compared in all layers.
+    chosen = row.expert_ids[:, :: max(1, row.expert_ids.shape[1] // MARKED_LAYERS)]
+    chosen = chosen.reshape(len(ids), -1).astype(np.uint64) + np.uint64(1)
+    powers = np.uint64(MARK_BASE) ** np.arange(chosen.shape[1], dtype=np.uint64)
+    columns["record"] = (chosen * powers).sum(1) * row.expert_mask
+    return columns.tobytes()
 
 
 def _num_common(first: Trajectory, other: Trajectory) -> int:

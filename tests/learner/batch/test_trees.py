@@ -133,3 +133,22 @@ def test_sampled_tokens_of_common_beginnings_count_once() -> None:
     mask = [0] * len(PROMPT) + [1, 1]
     rows = [make_trajectory([*PROMPT, *tail], mask) for tail in ([1, 2], [1, 3], [1, 2])]
     assert forest_of(rows).num_scored(rows) == 3
+
+
+def test_rows_with_equal_records_are_adjacent() -> None:
+    ids = np.ones((10, 2, 1), dtype=np.uint8)
+    other = ids.copy()
+    other[9] = 3
+    kinds = [ids, other, ids, other]  # The last tokens alone would mix them.
+    rows = [
+        make_trajectory(
+            [*PROMPT, 1, 1, last],
+            [0] * 10 + [1],
+            expert_ids=np.concatenate([kind, ids[:1]]),
+            expert_mask=np.ones(11, dtype=bool),
+        )
+        for last, kind in enumerate(kinds)
+    ]
+    forest = forest_of(rows)
+    assert forest.order == [0, 2, 1, 3]
+    assert forest.shared == [0, 10, 9, 10]

@@ -154,7 +154,7 @@ def test_packed_prefix_scores_as_padded_with_records(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unlike", ["ids", "mask", "absent"])
 def test_members_with_unlike_records_use_their_own(tmp_path: Path, unlike: str) -> None:
-    """The members differ from token 10 of a prefix of 16: the tokens before it are shared."""
+    """The last member differs from token 10 of a prefix of 16: it shares the tokens before it."""
     save_experts(tmp_path, "qwen3_moe")
     sequences = sequences_of(20, 24, 22)
     scored = {}
@@ -197,8 +197,8 @@ def test_members_with_unlike_records_use_their_own(tmp_path: Path, unlike: str) 
         num_positions[layout] = int(is_real.sum())
     for packed, padded in zip(scored[Layout.PACKED], scored[Layout.PADDED], strict=True):
         torch.testing.assert_close(packed, padded, atol=1e-4, rtol=1e-3)
-    shared = 0 if unlike == "absent" else 10
-    assert num_positions[Layout.PACKED] == num_positions[Layout.PADDED] - 2 * shared
+    shared = 16 + (0 if unlike == "absent" else 10)
+    assert num_positions[Layout.PACKED] == num_positions[Layout.PADDED] - shared
 
 
 def test_replay_without_experts_is_refused(tmp_path: Path) -> None:
