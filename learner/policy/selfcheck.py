@@ -103,7 +103,8 @@ def make_probe(
     words = np.setdiff1d(np.arange(vocab_size), others)
     sequences = [draw.choice(words, max(4, int(n * scale))) for n in LENGTHS]
     for index, num in enumerate(SHARED):
-        sequences[index][:num] = sequences[index - 1][:num]
+        size = min(num, len(sequences[index]), len(sequences[index - 1]))
+        sequences[index][:size] = sequences[index - 1][:size]
     return Probe(
         name=type(model).__name__,
         sequences=sequences,
