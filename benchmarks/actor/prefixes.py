@@ -19,7 +19,7 @@ Rows = list[tuple[list[int], list[int]]]  # Context and sampled tokens of each r
 
 async def measure(episodes: dict[str, Rows]) -> dict[str, int]:
     """Return the number of cached prompt tokens of each episode."""
-    cfg = load_config("quickstart", ["actor.max_model_len=4096"])
+    cfg = load_config("quickstart", ["actor.max_model_len=2048"])
     llm, _ = start_llm(cfg.model, cfg.actor, seed=cfg.run.seed, meter=None)
     engine = BareEngine(llm)
     cached: dict[str, int] = {}

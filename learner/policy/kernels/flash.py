@@ -184,8 +184,10 @@ class _Flash(torch.autograd.Function):
         of_key, of_value = (torch.zeros_like(each, dtype=wide) for each in (key, value))
         for (rows, part), state in zip(ctx.call.parts, ctx.states, strict=True):
             inputs = (query[rows], *_keys_of(part, rows, key, value))
-            results = (gradient[rows], inputs, out[rows], logs[:, rows].contiguous(), state, part)
-            of_query[rows], *of_keys = flash_backward(*results)
+            of_rows = logs[:, rows].contiguous()
+            of_query[rows], *of_keys = flash_backward(
+                gradient[rows], inputs, out[rows], of_rows, state, part
+            )
             places = part.packing.key_rows
             for total, of_part in zip((of_key, of_value), of_keys, strict=True):
                 if places is None:
