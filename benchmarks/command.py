@@ -20,7 +20,7 @@ PRETRAINED = "pretrained"  # The suite of a model on disk, which accepts key=val
 SUITES = {  # Name on the command line: module and function.
     "learner": "learner.suite:run_suite",
     PRETRAINED: "learner.pretrained:run_suite",
-    "trees": "learner.trees:run_suite",
+    "prefix-trees": "learner.prefix_trees:run_suite",
     "weights": "weights.suite:run_suite",
     "delta": "weights.delta:run_suite",
     "actor": "actor.suite:run_suite",

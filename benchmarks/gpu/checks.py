@@ -14,7 +14,7 @@ from benchmarks.conformance.networks import VOCAB, perturb, stored, tiny_config
 from benchmarks.learner.batch import BatchShape, make_batch
 from benchmarks.learner.checks.bench import DeviceBench
 from benchmarks.learner.step import STILL, BareStep
-from benchmarks.learner.trees import SHAPES, add_shape, samples_of
+from benchmarks.learner.prefix_trees import SHAPES, add_shape, samples_of
 from common.config.learner import Attention, Layout
 from learner.batch.batching import collate_tokens, each_microbatch
 from learner.batch.rows import by_sample, in_order
@@ -113,7 +113,7 @@ def check_packed_layers(bench: DeviceBench) -> None:
         bench.suite.at_most(f"packed rows, {kind}: gradient", turned, "", most_turned)
 
 
-def check_trees(bench: DeviceBench) -> None:
+def check_prefix_trees(bench: DeviceBench) -> None:
     """Compare scores, gradient and time of branching rows as trees and apart.
 
     On a GPU the largest shape has 14,880 tokens in its tree, and 84,800 in its rows.
@@ -149,14 +149,14 @@ def check_trees(bench: DeviceBench) -> None:
         gap = float((scores[1] - scores[0]).abs().mean())
         turned = float((gradients[1] - gradients[0]).norm() / gradients[0].norm())
         most, most_turned = (MAX_BF16_GAP, MAX_BF16_TURN) if bench.is_cuda else (1e-5, 1e-4)
-        bench.suite.at_most(f"trees, {name}: mean difference", gap, "nats", most)
-        bench.suite.at_most(f"trees, {name}: gradient", turned, "", most_turned)
+        bench.suite.at_most(f"prefix trees, {name}: mean difference", gap, "nats", most)
+        bench.suite.at_most(f"prefix trees, {name}: gradient", turned, "", most_turned)
         del gradients
         model.zero_grad()
         measured = replace(cfg, max_tokens_per_microbatch=max(longest, TREE_TOKENS))
         add_shape(
             bench.suite,
-            f"trees, {name}",
+            f"prefix trees, {name}",
             measured,
             model,
             samples,

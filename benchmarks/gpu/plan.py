@@ -47,7 +47,9 @@ CHECKS = (
     ),
     GpuCheck(name="flash", function=f"{_DEVICE}:check_flash_calls", usual_s=10, limit_s=60),
     GpuCheck(name="layers", function=f"{_DEVICE}:check_packed_layers", usual_s=25, limit_s=120),
-    GpuCheck(name="trees", function=f"{_DEVICE}:check_trees", usual_s=30, limit_s=150),
+    GpuCheck(
+        name="prefix-trees", function=f"{_DEVICE}:check_prefix_trees", usual_s=30, limit_s=150
+    ),
     GpuCheck(name="step", function=f"{_TRAINING}:check_step", usual_s=30, limit_s=120),
     GpuCheck(name="growth", function=f"{_DEVICE}:check_growth", usual_s=45, limit_s=180),
     GpuCheck(

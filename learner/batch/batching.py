@@ -38,7 +38,7 @@ from learner.batch.packing import (
     placed,
     recorded_of,
 )
-from learner.batch.trees import cut, forest_of
+from learner.batch.prefix_trees import cut, forest_of
 
 # Columns of samples that only a critic or a teacher fills.
 _OPTIONAL_ARRAYS = ("value_targets", "values", "state_marks", "teacher_logprobs", "teacher_top")

@@ -55,8 +55,8 @@ NAMES = [
 # Suites that train. They accept key=value, including study.*, and --dry-run.
 STUDIES = ("algorithms", "staleness", "teacher", "horizon", "peer")
 SUITES = (
-    "learner, pretrained, trees, weights, delta, actor, scheduler, transport, engines, envhub,"
-    " end2end, tail, chaos, chaos-delta, chaos-adapters, chaos-short, hostile, conformance,"
+    "learner, pretrained, prefix-trees, weights, delta, actor, scheduler, transport, engines,"
+    " envhub, end2end, tail, chaos, chaos-delta, chaos-adapters, chaos-short, hostile, conformance,"
     " conformance-layouts, gpu, gpu-small, "
 ) + ", ".join(STUDIES)
 USUAL = "[--config NAME|FILE] [--dry-run] [key=value ...]"

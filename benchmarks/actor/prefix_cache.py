@@ -1,6 +1,6 @@
 """Plays the rows of episodes with vLLM, and counts the prompt tokens from its prefix cache.
 
-Run as `python -m benchmarks.actor.prefixes FOLDER`. It reads `rows.json`, the context and the
+Run as `python -m benchmarks.actor.prefix_cache FOLDER`. It reads `rows.json`, the context and the
 sampled tokens of each row by name, and writes `prefixes.json`, the cached prompt tokens by name.
 """
 

@@ -1,4 +1,4 @@
-"""The suite `trees`: steps on rows that branch, against the same rows apart and the tree's share.
+"""The suite `prefix-trees`: steps on rows that branch, against the same rows apart and the tree's share.
 
 Three shapes of episodes branch as agents' episodes do. A step computes each token of a tree once.
 """
@@ -22,7 +22,7 @@ from benchmarks.suite import Suite
 from common.config.learner import Layout, LearnerSection, Precision
 from common.host.process_settings import ONE_THREAD
 from learner.batch.batching import Sample
-from learner.batch.trees import forest_of
+from learner.batch.prefix_trees import forest_of
 from learner.policy.model import vocabulary_size
 from learner.training.throughput import step_flops
 from tools.simulator.workload import synthetic_trajectory
@@ -178,7 +178,7 @@ def add_hits(suite: Suite, folder: Path) -> None:
         name: [[row.context, row.sampled] for row in episode] for name, episode in shapes.items()
     }
     (folder / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
-    argv = ["-m", "benchmarks.actor.prefixes", str(folder)]
+    argv = ["-m", "benchmarks.actor.prefix_cache", str(folder)]
     with child("prefix cache", argv, log=folder / "prefixes.log", env=ONE_THREAD) as engine:
         await_success(engine, timeout_s=ENGINE_S)
     found = json.loads((folder / "prefixes.json").read_text(encoding="utf-8"))
