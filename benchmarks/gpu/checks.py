@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.conformance.networks import VOCAB, perturb, stored, tiny_config
 from benchmarks.learner.batch import BatchShape, make_batch
 from benchmarks.learner.checks.bench import DeviceBench
-from benchmarks.learner.step import STILL, BareStep
 from benchmarks.learner.prefix_trees import SHAPES, add_shape, samples_of
+from benchmarks.learner.step import STILL, BareStep
 from common.config.learner import Attention, Layout
 from learner.batch.batching import collate_tokens, each_microbatch
 from learner.batch.rows import by_sample, in_order

@@ -1,4 +1,4 @@
-"""The suite `prefix-trees`: steps on rows that branch, against the same rows apart and the tree's share.
+"""The suite `prefix-trees`: steps on rows that branch, against separate rows and the tree's share.
 
 Three shapes of episodes branch as agents' episodes do. A step computes each token of a tree once.
 """

@@ -535,8 +535,8 @@ class LearnerSection(RankKeys):
     shared_prefix: bool = knob(
         True,
         "With the packed layout, computes the tokens that several rows of a microbatch begin with "
-        "once, as a prefix tree. The gradient does not depend on it, except for rounding and the term of "
-        "algorithm.router_aux_coef.",
+        "once, as a prefix tree. The gradient does not depend on it, except for rounding and the "
+        "term of algorithm.router_aux_coef.",
     )
     compile: bool = knob(
         False,

@@ -1,4 +1,4 @@
-"""Rows as paths of prefix trees: their order, their common first tokens, and cuts into microbatches.
+"""Rows as paths of prefix trees: order, common first tokens, and cuts into microbatches.
 
 In the order of a forest adjacent rows have the longest common beginnings. A row shares tokens with
 the row before it, so a tree of any depth is one number for each row.

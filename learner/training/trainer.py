@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from common.segments import RoutingShape
 from learner.algorithms.running import RunningBaseline
 from learner.batch.batching import Sample, make_minibatches
-from learner.batch.rows import pack_samples, rows_of, unpack_samples
 from learner.batch.prefix_trees import forest_of
+from learner.batch.rows import pack_samples, rows_of, unpack_samples
 from learner.objective.measures import Overlap
 from learner.policy.finite import WeightsNotFinite, first_not_finite
 from learner.policy.forward import Networks
