@@ -138,7 +138,10 @@ class EpisodePool:
     def adapt(self, load: EngineLoad) -> None:
         """Adjust the number of slots to the engine's load since the last call."""
         before = self.num_slots
-        if self._concurrency.adjust(load, num_episodes=len(self._tasks)) > before:
+        if (
+            self._concurrency.adjust(load, num_episodes=len(self._tasks) - len(self._forks))
+            > before
+        ):
             self._release_slots()
 
     def start(self, leases: list[Lease]) -> None:
@@ -323,7 +326,7 @@ class EpisodePool:
         )
         if recording is not None and recording.events.num_shared:
             played = as_fork(
-                played, trunk=recording.trunk, num_shared_turns=recording.events.num_shared
+                played, trunk=recording.events.trunk, num_shared_turns=recording.events.num_shared
             )
         return with_actions(played, render)
 

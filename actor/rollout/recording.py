@@ -36,7 +36,7 @@ from actor.rollout.env_client import ExpertHint, HubSession, HubStepResult
 from actor.rollout.episode import Act, EnvSession, OpenSession
 from common.config.groups import GroupsSection
 from common.errors import ConfigError, EnvError, HubLost, LongstrideError
-from common.ids import episode_id_of, split_episode_id
+from common.ids import episode_id_of
 from common.store.run_dir import write_atomically
 from common.wire.messages import EpisodeKind, Lease, PolicyKind
 
@@ -144,6 +144,7 @@ class EpisodeEvents:
     saved: str = ""  # The environment's last saved state; "" if there is none.
     num_saved: int = 0  # Steps that `saved` contains.
     num_shared: int = 0  # First steps, which a fork took over from its trunk.
+    trunk: int = 0  # Member number of the trunk.
     # Versions of all tokens that this episode sampled itself.
     versions: set[int] = field(default_factory=set[int])
 
@@ -165,6 +166,7 @@ class EpisodeEvents:
             saved=self.saved,
             num_saved=self.num_saved,
             num_shared=len(self.steps),
+            trunk=self.trunk if self.num_shared else self.head["member"],
         )
 
     @property
@@ -214,11 +216,6 @@ class Recording:
         self._file = file
         self._turn = self._step = 0  # Next turn and step of the replay.
         self._is_on = True
-
-    @property
-    def trunk(self) -> int:
-        """The member whose episode this one continues."""
-        return split_episode_id(self._owner.trunk_of(self._lease))[1]
 
     def usable(self) -> "Recording":
         """Return this record, or an empty one if its tokens are too old to continue."""
@@ -380,8 +377,9 @@ class RecordFile:
 
     def _create(self, events: EpisodeEvents) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        shared = {"shared": events.num_shared} if events.num_shared else {}
-        self._path.write_bytes(line_of({"head": events.head} | shared))
+        shared = {"shared": events.num_shared, "trunk": events.trunk}
+        of_fork = shared if events.num_shared else {}
+        self._path.write_bytes(line_of({"head": events.head} | of_fork))
 
     def _append(self, events: EpisodeEvents) -> None:
         lines: list[bytes] = []
@@ -443,7 +441,11 @@ def read_events(path: Path) -> EpisodeEvents | None:
             break
         content = json.loads(line[9:])
         if events is None:
-            events = EpisodeEvents(head=content["head"], num_shared=content.get("shared", 0))
+            events = EpisodeEvents(
+                head=content["head"],
+                num_shared=content.get("shared", 0),
+                trunk=content.get("trunk", 0),
+            )
             continue
         events.opening = content["opening"]
         for prompt, taken in content["turns"]:
