@@ -183,6 +183,35 @@ environment:
 """
 
 
+# Harbor's Terminus controls a terminal of tmux. Its environment is the sandbox in which it runs.
+TERMINUS = """
+import asyncio, os, subprocess, sys, types
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from harbor.agents.terminus_2.terminus_2 import Terminus2
+from harbor.environments.base import ExecResult
+from harbor.models.agent.context import AgentContext
+async def execute(command, cwd=None, env=None, timeout_sec=None, user=None):
+    run = lambda: subprocess.run(["bash", "-c", command], capture_output=True, text=True,
+                                 stdin=subprocess.DEVNULL, timeout=timeout_sec, cwd=cwd)
+    done = await asyncio.to_thread(run)
+    return ExecResult(stdout=done.stdout, stderr=done.stderr, return_code=done.returncode)
+async def is_absent(path, user=None):
+    return False
+async def play(home, url):
+    probe = await execute("tmux -V && mkdir -p /logs/agent")
+    if probe.return_code:
+        sys.exit(f"terminus needs tmux in the image of the task: {probe.stderr}")
+    here = types.SimpleNamespace(exec=execute, default_user=None, session_id="terminus",
+                                 is_dir=is_absent, is_file=is_absent, trial_paths=None)
+    agent = Terminus2(Path(home), model_name="openai/policy", api_base=url, max_turns=50,
+                      record_terminal_session=False, suppress_max_turns_warning=True)
+    await agent.setup(here)
+    await agent.run(sys.argv[2], here, AgentContext())
+asyncio.run(play(os.environ["HOME"], os.environ["OPENAI_BASE_URL"]))
+"""
+
+
 def _openai(access: PolicyAccess) -> dict[str, str]:
     names = ("OPENAI_BASE_URL", "OPENAI_API_BASE")
     return {**dict.fromkeys(names, access.url), "OPENAI_API_KEY": access.key}
@@ -262,13 +291,33 @@ HARNESSES = {
         files=lambda _: {},
         variables=lambda access: {**_openai(access), "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
     ),
-}
-
-
-# Names of harnesses that have no entry, with the reason.
-REFUSED = {
-    "openhands": "its package needs Python 3.12, and no run has shown that it works here",
-    "terminus": "Harbor's package needs Python 3.12 and controls the task from outside its sandbox",
+    "openhands": Harness(
+        package=HarnessPackage(
+            name="openhands", package="openhands", version="1.16.0", python=((3, 12), (3, 13))
+        ),
+        command=lambda folder, task: _module(
+            *(folder, "openhands_cli.entrypoint", "--headless", "--json", "--override-with-envs"),
+            *("-t", task),
+        ),
+        files=lambda _: {},
+        variables=lambda access: {
+            "LLM_MODEL": f"openai/{MODEL}",
+            "LLM_BASE_URL": access.url,
+            "LLM_API_KEY": access.key,
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "OPENHANDS_SUPPRESS_BANNER": "1",
+        },
+    ),
+    "terminus": Harness(
+        package=HarnessPackage(
+            name="terminus", package="harbor", version="0.25.0", python=((3, 12), (3, 14))
+        ),
+        command=lambda folder, task: [
+            *(python_of(folder), "-c", TERMINUS, f"{folder}/packages", task)
+        ],
+        files=lambda _: {},
+        variables=lambda access: {**_openai(access), "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+    ),
 }
 
 
@@ -408,11 +457,6 @@ def command_of(cfg: ActorSection) -> list[str]:
     """
     name = harness_of(cfg.agent)
     if not name:
-        if len(cfg.agent) == 1 and cfg.agent[0] in REFUSED:
-            raise ConfigError(
-                f"actor.agent={cfg.agent[0]}: this harness is not supported: "
-                f"{REFUSED[cfg.agent[0]]}; use {', '.join(HARNESSES)} or a program by its path"
-            )
         return list(cfg.agent)
     if cfg.agent_lifetime is not AgentLifetime.EPISODE:
         raise ConfigError(f"actor.agent_lifetime={cfg.agent_lifetime}: must be episode for {name}")

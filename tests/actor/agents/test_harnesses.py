@@ -48,12 +48,26 @@ def block(command: str) -> str:
     return f"I do it.\n```mswea_bash_command\n{command}\n```"
 
 
+def keys(text: str, *, is_complete: bool = False) -> str:
+    commands = [{"keystrokes": text, "duration": 1.0}] if text else []
+    answer = {"analysis": "a", "plan": "p", "commands": commands, "task_complete": is_complete}
+    return json.dumps(answer)
+
+
 ANSWERS = {
     "codex": [call("exec_command", cmd=COMMAND), "done"],
     "opencode": [call("bash", command=COMMAND, description="Write the answer"), "done"],
     "qwen-code": [
         call("run_shell_command", command=COMMAND, description="Write", is_background=False),
         "done",
+    ],
+    "openhands": [
+        call("terminal", command=COMMAND, summary="Write", security_risk="LOW"),
+        call("finish", message="done", summary="End", security_risk="LOW"),
+    ],
+    "terminus": [
+        keys(f"{COMMAND}\n"),
+        *[keys("", is_complete=True)] * 2,  # It asks again before it ends.
     ],
     "aider": ["answer.txt\n```\n42\n```\n"],
     "mini-swe-agent": [block(COMMAND), block("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")],
