@@ -330,7 +330,8 @@ class AgentOptions:
     agent: list[str] = knob(
         [],
         "With endpoint=true, sets the command line of the program that plays the episodes, or "
-        "names a harness: codex, opencode, qwen-code, mini-swe-agent, aider, terminus or openhands.",
+        "names a harness: codex, opencode, qwen-code, mini-swe-agent, aider, terminus or "
+        "openhands.",
     )
     harnesses: str = knob(
         "",
