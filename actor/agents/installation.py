@@ -9,6 +9,7 @@ import logging
 import os
 import platform
 import re
+import shlex
 import shutil
 import stat
 import subprocess
@@ -184,6 +185,8 @@ def copy_python(interpreter: str, target: Path) -> None:
                 loader = path
             elif not SYSTEM_LIBRARY.fullmatch(short) and not (folder / short).exists():
                 shutil.copy(path, folder / short)
+    start = [loader, "--library-path", f"{folder}"] if loader else []  # None: a static program.
     run = target / "run"
-    run.write_text(f'#!/bin/sh\nexec {loader} --library-path {folder} {program} "$@"\n')
+    words = shlex.join([*start, f"{program}"])
+    run.write_text(f'#!/bin/sh\nexec {words} "$@"\n', encoding="utf-8")
     run.chmod(0o755)

@@ -150,7 +150,7 @@ def played(
 ) -> tuple[Trajectory, list[str]]:
     """Return the episode of a harness, and what its commands printed."""
     envs = EnvsSection(
-        terminal=TerminalOptions(train=f"{tasks}", command_timeout_s=280.0, output_chars=6000),
+        terminal=TerminalOptions(train=f"{tasks}", command_timeout_s=900.0, output_chars=6000),
         sandbox=SandboxOptions(
             backend=backend,
             mounts=[f"{ROOT}"],
@@ -177,7 +177,7 @@ def played(
             max_turn_tokens=TURN_TOKENS,
         )
         agents = Agents(cfg, actor="actor-0", renderer=RENDERER)
-        lease = replace(LEASE, horizon=10, deadline_s=400.0)
+        lease = replace(LEASE, horizon=10, deadline_s=1000.0)
         try:
             return await agents.play(
                 lease, open_session=open_session, act=policy.act, task=("", ""), may_repeat=False
