@@ -38,7 +38,9 @@ def use_activations(
     Raises: ConfigError: a network has no layers that can recompute.
     """
     for model in _outermost(network):
-        layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+        layers: list[Any] = [
+            each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)
+        ]
         num_again = max(0, len(layers) - stored.num_stored)
         if not num_again:
             continue
@@ -89,10 +91,11 @@ def _by_chunks(part: nn.Module, run: Callable[..., Any], size: int, *args: Any, 
         run: the forward pass of the part.
         size: tokens of a chunk.
     """
-    states = args[0] if args else None
-    is_plain = isinstance(states, Tensor) and len(args) == 1 and not more
-    if not is_plain or states.shape[:-1].numel() <= size:
+    if len(args) != 1 or more or not isinstance(args[0], Tensor):
         return run(*args, **more)
+    (states,) = args
+    if states.shape[:-1].numel() <= size:
+        return run(states)
     trained = [each for each in part.parameters() if each.requires_grad]
     flat = states.flatten(0, -2)
     anchor = torch.empty(0, device=states.device, requires_grad=True)
@@ -186,7 +189,7 @@ class _Copy:
         # The copy that was stored before this one. The graph owns the copies.
         self.before = None if before is None else weakref.ref(before)
         self.fetched: Tensor | None = None  # On the device.
-        self.is_done: torch.cuda.Event | None = None  # End of the transfer back; None on a CPU.
+        self.is_done: Any = None  # Event at the end of the transfer back; None on a CPU.
 
 
 class HostCopies:

@@ -1,4 +1,4 @@
-"""Trains on one row of 32,768 tokens and prints the measured and the planned memory in bytes.
+"""Trains on one long row and prints the measured and the planned memory in bytes.
 
 The process is its own, so that its largest resident memory is that of the row.
 """
@@ -30,7 +30,6 @@ from learner.training.build import load_start, make_trainer
 from tests.learner.builders import make_trajectory
 from tools.checks.memory_plan import learner_host_parts, learner_parts
 
-NUM_TOKENS = 32_768
 VOCAB = 512
 
 
@@ -46,7 +45,9 @@ def status(name: str) -> int:
     return int(next(line for line in lines if line.startswith(name)).split()[1]) << 10
 
 
-def main(folder: Path, activations: str, gib: float, precision: str, rank: int) -> None:
+def main(
+    folder: Path, num_tokens: int, activations: str, gib: float, precision: str, rank: int
+) -> None:
     torch.manual_seed(0)
     shape = LlamaConfig(
         vocab_size=VOCAB,
@@ -56,7 +57,7 @@ def main(folder: Path, activations: str, gib: float, precision: str, rank: int) 
         num_attention_heads=1,
         num_key_value_heads=1,
         head_dim=32,
-        max_position_embeddings=NUM_TOKENS,
+        max_position_embeddings=num_tokens,
     )
     LlamaForCausalLM(shape).save_pretrained(folder)
     learner = LearnerSection(
@@ -67,11 +68,11 @@ def main(folder: Path, activations: str, gib: float, precision: str, rank: int) 
         attention=Attention.FUSED,
         activations=Activations(activations),
         activation_gib=gib,
-        max_tokens_per_microbatch=NUM_TOKENS,
+        max_tokens_per_microbatch=num_tokens,
         controller=ControllerSection(skip_step=False),
         lora=LoraSection(rank=rank),
     )
-    actor = replace(ActorSection(), max_model_len=NUM_TOKENS)
+    actor = replace(ActorSection(), max_model_len=num_tokens)
     dtype = "bfloat16" if precision == "bf16" else "float32"
     model = ModelSection(path=str(folder), dtype=dtype)
     cfg = RunConfig(model=model, learner=learner, actor=actor)
@@ -81,7 +82,7 @@ def main(folder: Path, activations: str, gib: float, precision: str, rank: int) 
     gc.collect()
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
-    trainer.train_on([sample_of(NUM_TOKENS)], version=1)
+    trainer.train_on([sample_of(num_tokens)], version=1)
     parts = learner_parts(cfg, read_shape(folder), is_cuda=False, rank=1)
     parts += learner_host_parts(cfg, read_shape(folder), is_cuda=False)
     labels = ("activations", "layer inputs", "logits", "gradients")
@@ -91,5 +92,5 @@ def main(folder: Path, activations: str, gib: float, precision: str, rank: int) 
 
 
 if __name__ == "__main__":
-    folder, activations, gib, precision, rank = sys.argv[1:]
-    main(Path(folder), activations, float(gib), precision, int(rank))
+    folder, num_tokens, activations, gib, precision, rank = sys.argv[1:]
+    main(Path(folder), int(num_tokens), activations, float(gib), precision, int(rank))

@@ -183,20 +183,22 @@ def test_offloaded_inputs_move_from_the_device_to_the_host() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("activations", "gib", "precision", "rank"),
+    ("num_tokens", "activations", "gib", "precision", "rank"),
     [
-        pytest.param("keep", 0, "fp32", 0, marks=pytest.mark.long),
-        pytest.param("recompute", 0, "fp32", 0),
-        pytest.param("recompute", 1.5, "fp32", 8, marks=pytest.mark.long),
-        pytest.param("offload", 0, "bf16", 8, marks=pytest.mark.long),
-        pytest.param("keep", 0, "bf16", 0, marks=pytest.mark.long),
+        (8_192, "recompute", 0, "fp32", 0),
+        pytest.param(32_768, "keep", 0, "fp32", 0, marks=pytest.mark.long),
+        pytest.param(32_768, "recompute", 0, "fp32", 0, marks=pytest.mark.long),
+        pytest.param(32_768, "recompute", 1.5, "fp32", 8, marks=pytest.mark.long),
+        pytest.param(32_768, "offload", 0, "bf16", 8, marks=pytest.mark.long),
+        pytest.param(32_768, "keep", 0, "bf16", 0, marks=pytest.mark.long),
     ],
 )
 def test_long_row_takes_the_planned_memory(
-    activations: str, gib: float, precision: str, rank: int, tmp_path: Path
+    num_tokens: int, activations: str, gib: float, precision: str, rank: int, tmp_path: Path
 ) -> None:
     module = "tests.learner.policy.peak_of_row"
-    arguments = [str(tmp_path / "policy"), activations, str(gib), precision, str(rank)]
+    settings = [num_tokens, activations, gib, precision, rank]
+    arguments = [str(tmp_path / "policy"), *map(str, settings)]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", module, *arguments],
         cwd=CODE,
@@ -208,7 +210,7 @@ def test_long_row_takes_the_planned_memory(
     )
     assert done.returncode == 0, done.stderr
     sizes = json.loads(done.stdout.splitlines()[-1])
-    assert sizes["measured"] > 100 << 20
+    assert sizes["measured"] > 50 << 20
     assert sizes["measured"] == pytest.approx(sizes["planned"], rel=0.1)
 
 
