@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.config.knobs import ANY_TEXT, PATH, URL, WORD, Contradiction, knob, seconds
+from common.config.knobs import ANY_TEXT, PATH, SANDBOX, URL, WORD, Contradiction, knob, seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -392,7 +392,6 @@ class DatasetOptions:
     )
 
 
-BACKENDS = ("bwrap", "docker", "podman", "remote")
 MOST_MIB = 10**6
 
 
@@ -441,8 +440,9 @@ class SandboxOptions:
 
     backend: str = knob(
         "bwrap",
-        "Selects the sandbox: bubblewrap, containers of Docker or Podman, or a server.",
-        one_of=BACKENDS,
+        "Selects the sandbox: bwrap (bubblewrap), containers of docker or podman, remote for a "
+        "server, or harbor:PROVIDER, such as harbor:modal, harbor:e2b or harbor:daytona.",
+        form=SANDBOX,
     )
     memory_mib: int = knob(
         512, "Limits the memory of all processes of a sandbox, in MiB.", ge=16, le=MOST_MIB
@@ -482,6 +482,12 @@ class SandboxOptions:
         "Names the image of containers whose task has neither an image nor a Dockerfile.",
     )
     containers: ContainerOptions = field(default_factory=ContainerOptions)
+    harbor_python: str = knob(
+        "",
+        "Names the Python with the package harbor. Empty means the one of the command harbor.",
+        form=PATH,
+        also="",
+    )
     url: str = knob("", "Names the URL of the sandbox server.", form=URL, also="")
     token_env: str = knob(
         "SANDBOX_TOKEN",

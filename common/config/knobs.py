@@ -174,6 +174,10 @@ ENV_NAME = Pattern(
     " mcp:FILE.yaml or verifiers:FILE.yaml",
     re.compile(r"[\w-]+|[^\s:]+:\w+|(textarena|gymnasium|mcp|verifiers):[^\s,]+").fullmatch,
 )
+SANDBOX = Pattern(
+    "bwrap, docker, podman, remote or harbor:PROVIDER",
+    re.compile(r"bwrap|docker|podman|remote|harbor:[a-z0-9-]+").fullmatch,
+)
 FUNCTION = Pattern(
     "a function of your own, as module:function or file.py:function",
     re.compile(r"[^\s:][^:]*:\w+").fullmatch,

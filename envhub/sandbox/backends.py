@@ -3,6 +3,8 @@
 from common.config.envs import SandboxOptions
 from envhub.sandbox.bubblewrap import Bubblewrap
 from envhub.sandbox.containers import Containers
+from envhub.sandbox.engine import ENGINES
+from envhub.sandbox.harbor import SCHEME, HarborSandboxes
 from envhub.sandbox.interface import MIB, SandboxBackend, SandboxLimits
 from envhub.sandbox.remote import RemoteSandboxes
 
@@ -17,7 +19,14 @@ MAKERS = {
 
 def make_backend(options: SandboxOptions) -> SandboxBackend:
     """Return the backend of `envs.sandbox.backend`."""
+    if options.backend.startswith(SCHEME):
+        return HarborSandboxes(options)
     return MAKERS[options.backend](options)
+
+
+def has_containers(options: SandboxOptions) -> bool:
+    """Return whether the sandboxes build and run the containers of a task."""
+    return options.backend in ENGINES or options.backend.startswith(SCHEME)
 
 
 def limits_of(options: SandboxOptions) -> SandboxLimits:

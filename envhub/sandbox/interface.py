@@ -199,6 +199,7 @@ class AllowedHosts:
     """
 
     def __init__(self, hosts: Sequence[str]) -> None:
+        self.hosts: tuple[str, ...] = ()
         self._names: list[str] = []
         self._networks: list[IPv4Network] = []
         self._is_public = False
@@ -211,6 +212,7 @@ class AllowedHosts:
         self._names = [each for each in parsed if isinstance(each, str)]
         self._networks = [each for each in parsed if isinstance(each, IPv4Network)]
         self._is_public = EVERY_HOST in hosts
+        self.hosts = tuple(hosts)
         for task in self._tunnels:
             task.cancel()
 

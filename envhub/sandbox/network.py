@@ -56,7 +56,7 @@ async def resolve(name: str) -> list[str]:
     """Return the IPv4 addresses of a name, as the machine resolves it. Raises: OSError."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(name, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(address[4][0] for address in found))
+    return list(dict.fromkeys(str(address[4][0]) for address in found))
 
 
 class Gateway(asyncio.DatagramProtocol):

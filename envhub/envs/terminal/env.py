@@ -28,8 +28,13 @@ from envhub.envs.terminal.texts import (
     describe,
     reward_of,
 )
-from envhub.sandbox.backends import container_limits_of, limits_of, make_backend, worker_bytes
-from envhub.sandbox.engine import ENGINES
+from envhub.sandbox.backends import (
+    container_limits_of,
+    has_containers,
+    limits_of,
+    make_backend,
+    worker_bytes,
+)
 from envhub.sandbox.interface import (
     TESTS,
     AllowedHosts,
@@ -497,8 +502,8 @@ def load_terminal_tasks(options: EnvsSection) -> TerminalTasks:
     """Return the tasks and the sandbox. Raises: ConfigError."""
     terminal = options.terminal
     sandbox = options.sandbox
-    has_containers = sandbox.backend in ENGINES
-    if terminal.network != "none" and not has_containers:
+    is_built = has_containers(sandbox)
+    if terminal.network != "none" and not is_built:
         raise ConfigError(
             f"envs.terminal.network={terminal.network}: the backend {sandbox.backend} has no"
             " network; set envs.sandbox.backend=docker or podman"
@@ -517,7 +522,7 @@ def load_terminal_tasks(options: EnvsSection) -> TerminalTasks:
                 folder,
                 options=terminal,
                 has_images=sandbox.backend != "bwrap",
-                has_containers=has_containers,
+                has_containers=is_built,
             )
         )
     return TerminalTasks(
@@ -530,7 +535,7 @@ def load_terminal_tasks(options: EnvsSection) -> TerminalTasks:
             sandbox.containers.build_timeout_s
             + sandbox.containers.pull_timeout_s
             + sandbox.start_timeout_s
-            if has_containers
+            if is_built
             else sandbox.start_timeout_s
         ),
     )

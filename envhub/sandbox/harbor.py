@@ -1,0 +1,343 @@
+"""Sandboxes of the package Harbor: Modal, E2B, Daytona, Kubernetes, Docker and others."""
+
+import asyncio
+import base64
+import contextlib
+import itertools
+import json
+import logging
+import posixpath
+import secrets
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from common.config.envs import SandboxOptions
+from envhub.sandbox.containers import (
+    ABSENT,
+    GRACE_S,
+    IRREGULAR,
+    NO_FOLDER,
+    READER,
+    ROOT,
+    STARTER,
+    TRUNCATED,
+)
+from envhub.sandbox.engine import end
+from envhub.sandbox.interface import (
+    EVERY_HOST,
+    MIB,
+    CommandEnd,
+    CommandResult,
+    RefusedBySandbox,
+    SandboxFailed,
+    SandboxFile,
+    SandboxRequest,
+    check_command,
+    check_words,
+    run_apart,
+)
+
+logger = logging.getLogger(__name__)
+
+SCHEME = "harbor:"
+SERVER = Path(__file__).parent / "harbor_process.py"
+MAX_LINE_BYTES = 256 << 20
+PROBE_TIMEOUT_S = 120.0
+CALL_TIMEOUT_S = 600.0
+FOLDER_MAKER = 'for path; do mkdir -p -- "$(dirname -- "$path")"; done'
+
+
+class HarborSandboxes:
+    """Creates sandboxes with an environment class of Harbor, in a process with its interpreter."""
+
+    def __init__(self, options: SandboxOptions) -> None:
+        self._options = options
+        self._provider = options.backend.removeprefix(SCHEME)
+        self._process: HarborProcess | None = None
+        self._lock = asyncio.Lock()
+
+    def problem(self) -> str:
+        """Return why no sandbox can start, with the remedy; "" if one can."""
+        try:
+            run_apart(self._probe())
+        except SandboxFailed as error:
+            return str(error)
+        return ""
+
+    async def _probe(self) -> None:
+        """Check the package, the provider and its key. Raises: SandboxFailed."""
+        process = await HarborProcess.start(self._options)
+        try:
+            await process.call("probe", PROBE_TIMEOUT_S, provider=self._provider)
+        finally:
+            await process.close()
+
+    async def create(self, request: SandboxRequest) -> "HarborSandbox":
+        """Return a new sandbox. Raises: SandboxFailed."""
+        async with self._lock:
+            if self._process is None or self._process.has_ended:
+                self._process = await HarborProcess.start(self._options)
+        spec = request.container
+        context = spec.build.context if spec is not None and spec.build is not None else None
+        if request.services and not (context and (context / "docker-compose.yaml").is_file()):
+            raise SandboxFailed(
+                f"{self._options.backend}: services need environment/docker-compose.yaml beside a"
+                " Dockerfile; use envs.sandbox.backend=docker or podman"
+            )
+        image = request.image or (spec.image if spec else self._options.image)
+        settings = {
+            "docker_image": None if context else image,
+            "cpus": spec.cpus if spec else 0,
+            "memory_mb": request.limits.memory_bytes // MIB,
+            "storage_mb": request.limits.disk_bytes // MIB,
+            "workdir": request.folder or (spec.folder if spec else ""),
+            "env": dict(spec.variables) if spec else {},
+        }
+        hosts = None if request.allowed is None else request.allowed.hosts
+        started = await self._process.call(
+            "start",
+            self._options.containers.build_timeout_s + self._options.start_timeout_s,
+            provider=self._provider,
+            definition=str(context or ""),
+            title=context.parent.name if context else "longstride",
+            settings={name: value for name, value in settings.items() if value},
+            network=policy_of(hosts, is_public=request.has_network),
+        )
+        return HarborSandbox(self._process, request, started["sandbox"], started["folder"])
+
+
+def find_python(options: SandboxOptions) -> str:
+    """Return the interpreter with the package. Raises: SandboxFailed: there is none."""
+    if options.harbor_python:
+        return options.harbor_python
+    program = shutil.which("harbor")
+    python = Path(program).resolve().parent / "python" if program else None
+    if python is None or not python.exists():
+        raise SandboxFailed(
+            f"envs.sandbox.backend={options.backend} needs the package harbor in an environment"
+            " with Python 3.12; run uv tool install harbor, or set envs.sandbox.harbor_python"
+        )
+    return str(python)
+
+
+def policy_of(hosts: Sequence[str] | None, *, is_public: bool) -> dict[str, Any]:
+    """Return a network in the words of Harbor; None means that the task has no list of hosts."""
+    if is_public or (hosts and EVERY_HOST in hosts):
+        return {"network_mode": "public"}
+    if not hosts:
+        return {"network_mode": "no-network"}
+    return {"network_mode": "allowlist", "allowed_hosts": [*hosts]}
+
+
+class HarborProcess:
+    """A process with Harbor's interpreter, and its calls.
+
+    Example: several sandboxes call at the same time. A task reads the answers and gives each to its
+    call. The end of the process ends all calls with SandboxFailed.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, where: str) -> None:
+        self._process = process
+        self._where = where
+        self._numbers = itertools.count()
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._reading = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(cls, options: SandboxOptions) -> "HarborProcess":
+        """Return a new process. Raises: SandboxFailed: its interpreter does not start."""
+        python = find_python(options)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(python, "-P", str(SERVER)),  # The folder of the script has no packages.
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=MAX_LINE_BYTES,
+                start_new_session=True,  # It deletes the sandboxes after the end of the hub.
+            )
+        except OSError as error:
+            raise SandboxFailed(f"{options.backend}: {python}: {error}") from error
+        return cls(process, options.backend)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended."""
+        return self._reading.done()
+
+    async def _read(self) -> None:
+        """Give each answer to its call until the process ends."""
+        assert self._process.stdout is not None
+        try:
+            while line := await self._process.stdout.readline():
+                answer = json.loads(line)
+                call = self._calls.pop(answer["number"], None)
+                if call is not None and not call.done():
+                    call.set_result(answer)
+        finally:
+            for call in self._calls.values():
+                if not call.done():
+                    call.set_result({"error": "the process of Harbor has ended"})
+            self._calls.clear()
+
+    async def call(self, name: str, timeout_s: float, **words: object) -> Any:
+        """Return the result of a call. Raises: SandboxFailed."""
+        assert self._process.stdin is not None
+        if self.has_ended:
+            raise SandboxFailed(f"{self._where}: the process of Harbor has ended")
+        number = next(self._numbers)
+        answer = asyncio.get_running_loop().create_future()
+        self._calls[number] = answer
+        try:
+            self._process.stdin.write(
+                json.dumps({"number": number, "call": name, **words}).encode()
+            )
+            self._process.stdin.write(b"\n")
+            async with asyncio.timeout(timeout_s):
+                await self._process.stdin.drain()
+                reply = await answer
+        except TimeoutError as error:
+            raise SandboxFailed(f"{self._where}: {name} took over {timeout_s:g} s") from error
+        except OSError as error:
+            raise SandboxFailed(f"{self._where}: the process of Harbor has ended") from error
+        finally:
+            self._calls.pop(number, None)
+        if "error" in reply:
+            raise SandboxFailed(f"{self._where}: {reply['error']}")
+        return reply["result"]
+
+    async def close(self) -> None:
+        """End the process, which deletes its sandboxes."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                await self._process.wait()
+        await end(self._process)
+
+
+class HarborSandbox:
+    """One sandbox of Harbor."""
+
+    def __init__(
+        self, process: HarborProcess, request: SandboxRequest, sandbox: str, folder: str
+    ) -> None:
+        self._process = process
+        self._sandbox = sandbox
+        self._folder = folder
+        self._allowed = request.allowed
+        self._hosts = request.allowed.hosts if request.allowed else ()
+
+    @property
+    def folder(self) -> str:
+        """The work folder."""
+        return self._folder
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        max_output_bytes: int,
+        folder: str = "",
+        variables: Mapping[str, str] | None = None,
+        keeps_processes: bool = False,
+        user: str = "",
+    ) -> CommandResult:
+        """Run a command; see `Sandbox.exec`. Background processes continue."""
+        del keeps_processes
+        check_command(argv, folder, variables or {})
+        if self._allowed is not None and self._allowed.hosts != self._hosts:
+            self._hosts = self._allowed.hosts
+            policy = policy_of(self._hosts, is_public=False)
+            await self._call("network", CALL_TIMEOUT_S, policy=policy)
+        # Without the mark, the provider did not start the command.
+        mark = f"[{secrets.token_hex(8)}]"
+        place = folder or self._folder
+        result = await self._call(
+            "exec",
+            timeout_s + 2 * GRACE_S,
+            command=f"{shlex.join(['sh', '-c', STARTER, 'sh', mark, place, *argv])} 2>&1",
+            variables=dict(variables or {}),
+            limit_s=timeout_s,
+            user=user,
+        )
+        is_late = result["code"] is None
+        before, found, output = result["output"].partition(mark)
+        if not found and not is_late:
+            raise SandboxFailed(f"the sandbox starts no command: {before.strip()[-300:]}")
+        if result["code"] == NO_FOLDER and not output:
+            raise RefusedBySandbox(f"the folder {place} cannot be entered")
+        content = output.encode()
+        return CommandResult(
+            exit_code=-9 if is_late else result["code"],
+            ended_by=CommandEnd.TIMEOUT if is_late else CommandEnd.EXIT,
+            output=_shortened(content, max_output_bytes),
+            num_bytes=len(content),
+            seconds=result["seconds"],
+        )
+
+    async def write(self, path: str, content: bytes, *, mode: int = 0o644) -> None:
+        """Write a regular file; see `Sandbox.write`."""
+        await self.write_all([SandboxFile(path=path, content=content, mode=mode)])
+
+    async def write_all(self, files: Sequence[SandboxFile]) -> None:
+        """Write files; see `Sandbox.write_all`."""
+        paths = [posixpath.join(self._folder, file.path) for file in files]
+        for path in paths:
+            check_words("path", [path])
+        await self._as_root(["sh", "-c", FOLDER_MAKER, "sh", *paths])
+        for path, file in zip(paths, files, strict=True):
+            content = base64.b64encode(file.content).decode()
+            await self._call("write", CALL_TIMEOUT_S, path=path, content=content)
+            await self._as_root(["chmod", f"{file.mode:o}", path])
+
+    async def _as_root(self, argv: Sequence[str]) -> None:
+        """Run a command of the environment itself. Raises: RefusedBySandbox: it failed."""
+        made = await self.exec(
+            argv, timeout_s=GRACE_S, max_output_bytes=4096, folder="/", user=ROOT
+        )
+        if not made.is_ok:
+            raise RefusedBySandbox(f"{argv[-1]}: {made.text.strip()[-300:]}")
+
+    async def read(self, path: str, *, max_bytes: int) -> bytes:
+        """Return a regular file; see `Sandbox.read`."""
+        check_words("path", [path])
+        path = posixpath.join(self._folder, path)
+        argv = ["sh", "-c", f"{READER} | wc -c", "sh", path, str(max_bytes + 1)]
+        result = await self.exec(
+            argv, timeout_s=GRACE_S, max_output_bytes=4096, folder="/", user=ROOT
+        )
+        if result.exit_code == ABSENT:
+            raise RefusedBySandbox(f"{path}: No such file or directory")
+        if result.exit_code == IRREGULAR:
+            raise RefusedBySandbox(f"{path}: not a regular file")
+        if not result.is_ok:
+            raise RefusedBySandbox(f"{path}: {result.text.strip()[-300:]}")
+        if int(result.text) > max_bytes:
+            raise RefusedBySandbox(f"{path}: it has more than {max_bytes} bytes")
+        return base64.b64decode(await self._call("read", CALL_TIMEOUT_S, path=path))
+
+    async def kill(self) -> None:
+        """End all processes of the sandbox but its first one; its files remain."""
+        await self._call("clear", CALL_TIMEOUT_S)
+
+    async def delete(self) -> None:
+        """Delete the sandbox. The end of the process deletes one that remains."""
+        try:
+            await self._call("stop", CALL_TIMEOUT_S)
+        except SandboxFailed as error:
+            logger.warning("a sandbox of harbor remains reason=%s", error)
+
+    async def _call(self, name: str, timeout_s: float, **words: object) -> Any:
+        return await self._process.call(name, timeout_s, sandbox=self._sandbox, **words)
+
+
+def _shortened(content: bytes, max_bytes: int) -> bytes:
+    """Return the begin and the end of an output, with a note between them."""
+    if len(content) <= max_bytes:
+        return content
+    half = max_bytes // 2
+    return content[:half] + TRUNCATED % (len(content) - 2 * half) + content[-half:]

@@ -1,0 +1,174 @@
+"""Runs sandboxes of Harbor with its own interpreter; envhub/sandbox/harbor.py starts it.
+
+Both directions use lines of JSON. A request has `number` and `call`, and its answer has the same
+number with `result` or `error`. The end of the input deletes all sandboxes.
+"""
+# pyright: reportMissingImports=false, reportUnknownVariableType=false
+
+import asyncio
+import base64
+import contextlib
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from harbor.environments.factory import EnvironmentFactory
+from harbor.models.environment_type import EnvironmentType
+from harbor.models.task.config import EnvironmentConfig, NetworkPolicy
+from harbor.models.trial.paths import TrialPaths
+
+MAX_LINE_BYTES = 256 << 20
+GRACE_S = 60.0
+CLEAR_TIMEOUT_S = 60
+
+
+class Server:
+    """The sandboxes of one hub process."""
+
+    def __init__(self) -> None:
+        self._environments: dict[str, Any] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="longstride-harbor-")
+
+    async def probe(self, provider: str) -> None:
+        """Raise an error if the provider is unknown, or lacks its package or key."""
+        names = [str(each.value) for each in EnvironmentType]
+        if provider not in names:
+            raise ValueError(f"{provider!r} is none of {', '.join(names)}")
+        EnvironmentFactory.run_preflight(EnvironmentType(provider))
+
+    async def start(
+        self,
+        provider: str,
+        definition: str,
+        title: str,
+        settings: dict[str, Any],
+        network: dict[str, Any],
+    ) -> dict[str, str]:
+        """Start a sandbox, and return its id and the folder in which its commands start."""
+        number = uuid.uuid4().hex[:12]
+        folder = Path(self._folder.name) / number
+        empty = folder / "environment"
+        empty.mkdir(parents=True)
+        paths = TrialPaths(trial_dir=folder / "trial")
+        paths.mkdir()
+        environment = EnvironmentFactory.create_environment(
+            type=EnvironmentType(provider),
+            environment_dir=Path(definition) if definition else empty,
+            environment_name=title,
+            session_id=f"longstride-{number}",
+            trial_paths=paths,
+            task_env_config=EnvironmentConfig(**settings),
+            network_policy=NetworkPolicy(**network),
+        )
+        self._environments[number] = environment
+        try:
+            await environment.start(force_build=False)
+            place = (await environment.exec("pwd")).stdout or "/"
+        except BaseException:
+            await self.stop(number)
+            raise
+        return {"sandbox": number, "folder": settings.get("workdir") or place.strip()}
+
+    async def exec(
+        self, sandbox: str, command: str, variables: dict[str, str], limit_s: float, user: str
+    ) -> dict[str, Any]:
+        """Run a command; `code` is None if it took too long, and then all processes have ended."""
+        environment = self._environments[sandbox]
+        began_s = time.monotonic()
+        try:
+            async with asyncio.timeout(limit_s + GRACE_S):
+                result = await environment.exec(
+                    command,
+                    env=variables or None,
+                    limit_sec=math.ceil(limit_s),
+                    user=(int(user) if user.isdigit() else user) if user else None,
+                )
+        except Exception:  # Each provider has an error of its own for a time limit.
+            if time.monotonic() - began_s < limit_s:
+                raise
+            await self.clear(sandbox)
+            return {"code": None, "output": "", "seconds": time.monotonic() - began_s}
+        output = (result.stdout or "") + (result.stderr or "")
+        seconds = time.monotonic() - began_s
+        return {"code": result.return_code, "output": output, "seconds": seconds}
+
+    async def clear(self, sandbox: str) -> None:
+        """End all processes of a sandbox but its first one."""
+        with contextlib.suppress(Exception):  # The command ends its own shell, too.
+            await self._environments[sandbox].exec(
+                "kill -9 -1", timeout_sec=CLEAR_TIMEOUT_S, user="root"
+            )
+
+    async def write(self, sandbox: str, path: str, content: str) -> None:
+        """Write a file; its folder exists."""
+        with tempfile.NamedTemporaryFile(dir=self._folder.name) as file:
+            file.write(base64.b64decode(content))
+            file.flush()
+            await self._environments[sandbox].upload_file(file.name, path)
+
+    async def read(self, sandbox: str, path: str) -> str:
+        """Return a file's content."""
+        with tempfile.TemporaryDirectory(dir=self._folder.name) as folder:
+            target = Path(folder) / "file"
+            await self._environments[sandbox].download_file(path, target)
+            return base64.b64encode(target.read_bytes()).decode()
+
+    async def network(self, sandbox: str, policy: dict[str, Any]) -> None:
+        """Replace the network of a sandbox."""
+        await self._environments[sandbox].set_network_policy(NetworkPolicy(**policy))
+
+    async def stop(self, sandbox: str) -> None:
+        """Delete a sandbox."""
+        environment = self._environments.pop(sandbox, None)
+        if environment is not None:
+            await environment.stop(delete=True)
+
+    async def close(self) -> None:
+        """Delete all sandboxes."""
+        stopping = [self.stop(sandbox) for sandbox in [*self._environments]]
+        await asyncio.gather(*stopping, return_exceptions=True)
+        self._folder.cleanup()
+
+
+async def answer(server: Server, request: dict[str, Any], out: Any) -> None:
+    """Perform a request and write its answer."""
+    reply: dict[str, Any] = {"number": request.pop("number")}
+    try:
+        reply["result"] = await getattr(server, request.pop("call"))(**request)
+    # The client reports it. The package ends the process for a missing key.
+    except (Exception, SystemExit) as error:  # noqa: BLE001
+        name = "" if isinstance(error, SystemExit | ValueError) else f"{type(error).__name__}: "
+        reply["error"] = f"{name}{error}"
+    out.write(json.dumps(reply) + "\n")
+    out.flush()
+
+
+async def main() -> None:
+    """Serve until the input ends."""
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # Prints of the package are no answers.
+    lines = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    server = Server()
+    tasks: set[asyncio.Task[None]] = set()
+    try:
+        while line := await lines.readline():
+            task = asyncio.create_task(answer(server, json.loads(line), out))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await server.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
