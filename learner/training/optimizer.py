@@ -573,7 +573,10 @@ class Updates:
     def _clip(self, network: nn.Module) -> float:
         """Clip the gradient of a network; return its norm before."""
         parts = by_mesh(each for each in network.parameters() if each.grad is not None)
-        norms = [whole(nn.utils.get_total_norm([each.grad for each in part])) for part in parts]
+        norms = [
+            whole(nn.utils.get_total_norm([each.grad for each in part if each.grad is not None]))
+            for part in parts
+        ]
         norm = torch.linalg.vector_norm(torch.stack(norms or [torch.zeros(())]))
         for part in parts:
             nn.utils.clip_grads_with_norm_(part, self._cfg.max_grad_norm, norm)

@@ -38,6 +38,7 @@ NUM_STEPS = 3
 LENGTHS = (40, 9, 31, 22, 14, 27)
 ATTENTION = LoraSection(rank=4, targets=["q_proj", "o_proj"])
 EXPERTS = LoraSection(rank=4, targets=["q_proj", "experts"])
+BF16 = {"precision": Precision.BF16}
 ROWS = {"sequence_ranks": 2, "max_tokens_per_microbatch": 256}  # The auxiliary loss is by block.
 
 
@@ -59,6 +60,10 @@ class Case:
     learner: dict[str, Any] = field(default_factory=dict)
     is_saved: bool = False  # Also publish, save and resume.
 
+    @property
+    def is_bf16(self) -> bool:
+        return self.learner.get("precision") is Precision.BF16
+
 
 # Cases by the number of ranks.
 CASES = {
@@ -69,6 +74,10 @@ CASES = {
         "shared expert": Case("deepseek_v3"),
         "idle experts": Case("qwen3_moe", replay="few"),
         "divided rows": Case("qwen3_moe", aux=0.1, learner=ROWS),
+        "bf16": Case("gpt_oss", replay="random", learner=BF16, is_saved=True),
+        "adapted experts in bf16": Case(
+            "qwen3_moe", replay="random", learner=BF16 | {"lora": EXPERTS}, is_saved=True
+        ),
         "8-bit moments": Case("qwen3_moe", learner={"moments": Moments.INT8}),
         "muon": Case("mixtral", learner={"optimizer": OptimizerKind.MUON, "muon_lr": 1e-3}),
         "adapters": Case("qwen3_moe", learner={"lora": ATTENTION}),
@@ -259,29 +268,32 @@ def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return size, folder
 
 
-def lives(together: tuple[int, Path]) -> Iterator[tuple[str, Life, Life]]:
-    """Yield the name of a case, its life on one rank alone, and as each of the ranks saw it."""
+def lives(together: tuple[int, Path]) -> Iterator[tuple[str, bool, Life, Life]]:
+    """Yield the name of a case, whether it is in bf16, and its lives: alone, and as each rank."""
     size, folder = together
     for name, case in CASES[size].items():
         alone = lived(case, folder / case.kind, 1)
         for rank in range(size):
-            yield name, alone, torch.load(folder / f"{name}.{rank}.pt", weights_only=False)
+            life = torch.load(folder / f"{name}.{rank}.pt", weights_only=False)
+            yield name, case.is_bf16, alone, life
 
 
 @pytest.mark.slow
 def test_ranks_with_divided_experts_train_as_one(together: tuple[int, Path]) -> None:
-    for name, alone, both in lives(together):
+    for name, is_bf16, alone, both in lives(together):
         assert alone.gradient.keys() == both.gradient.keys(), name
         largest = max(float(each.abs().max()) for each in alone.gradient.values())
         for key, each in alone.gradient.items():
             gap = float((each - both.gradient[key]).abs().max())
-            assert gap < 1e-5 * max(1.0, largest), (name, key, gap, largest)
+            most = 0.05 * largest if is_bf16 else 1e-5 * max(1.0, largest)
+            assert gap < most, (name, key, gap, largest)
         for was, now in zip(alone.metrics, both.metrics, strict=True):
             for key in was:
                 if key.startswith(("policy/", "train/grad_norm", "offpolicy/", "routing/ba")):
-                    assert now[key] == pytest.approx(was[key], rel=1e-3, abs=1e-5), (name, key)
+                    rel, least = (0.05, 0.01) if is_bf16 else (1e-3, 1e-5)
+                    assert now[key] == pytest.approx(was[key], rel=rel, abs=least), (name, key)
         for was, now in zip(alone.scores, both.scores, strict=True):
-            assert now == pytest.approx(was, abs=2e-3), name
+            assert now == pytest.approx(was, abs=0.1 if is_bf16 else 2e-3), name
 
 
 @pytest.mark.slow
@@ -326,4 +338,5 @@ def test_divided_experts_are_published_and_resumed_as_whole_ones(
             assert torch.equal(each, life.published[key]), (name, key)
         after = trainer.train_on(samples_of(case, trainer), version=NUM_STEPS).metrics
         norm = life.after["train/grad_norm"]
-        assert after["train/grad_norm"] == pytest.approx(norm, rel=1e-4), name
+        rel = 0.05 if case.is_bf16 else 1e-4
+        assert after["train/grad_norm"] == pytest.approx(norm, rel=rel), name

@@ -32,7 +32,8 @@ from tests.marks import long_for
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 LENGTHS = (40, 23, 31)
 DIVIDED = "qwen3_moe, rows divided"
-KINDS = ("qwen3_moe", "mixtral", DIVIDED)
+EXPERTS = "qwen3_moe, experts divided"
+KINDS = ("qwen3_moe", "mixtral", DIVIDED, EXPERTS)
 
 
 @dataclass(kw_only=True)
@@ -86,12 +87,13 @@ def life(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """Start one pair of ranks for all laws: each process takes seconds to import its packages."""
     path = tmp_path_factory.mktemp("model")
     is_divided = request.param == DIVIDED
-    save_experts(path, "qwen3_moe" if is_divided else request.param)
+    save_experts(path, request.param.partition(",")[0])
     learner = LearnerSection(
         device="cpu",
         precision=Precision.FP32,
         num_ranks=2,
         sequence_ranks=1 + is_divided,
+        expert_ranks=1 + (request.param == EXPERTS),
         rank_timeout_s=60.0,
         controller=ControllerSection(skip_step=False),  # The random records are far off-policy.
     )
@@ -107,7 +109,7 @@ def life(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         found["published"] = tensors_of(trainer.live_weights(ask=workers.ask_for_part))
         samples = samples_of(trainer.routing)
         found["trained"] = trainer.train_on(samples, version=0).metrics
-    alone = replace(cfg, learner=replace(learner, num_ranks=1, sequence_ranks=1))
+    alone = replace(cfg, learner=replace(learner, num_ranks=1, sequence_ranks=1, expert_ranks=1))
     for name, own in (("trained_alone", samples), ("trained_by_own_choice", samples_of(None))):
         with trainer_of(alone) as (trainer, _):
             found[name] = trainer.train_on(own, version=0).metrics
