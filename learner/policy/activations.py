@@ -21,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from common.config.learner import Activations
 from common.errors import ConfigError
 from learner.policy.activation_plan import StoredLayers
+from learner.policy.expert_weights import holds_experts
 
 _WHOLE = "forward_of_whole_rows"  # Attribute of a part: its forward pass without chunks.
 GATED = "MLP"  # End of the class names of feed-forward parts, which treat tokens one by one.
@@ -71,7 +72,10 @@ def _outermost(network: nn.Module) -> Iterator[PreTrainedModel]:
 
 
 def _feed_forward_parts(layer: nn.Module) -> Iterator[Any]:
-    return (each for each in layer.modules() if type(each).__name__.endswith(GATED))
+    """Yield the parts to divide. Those with experts are whole: ranks may compute them together."""
+    for part in layer.modules():
+        if type(part).__name__.endswith(GATED) and not any(map(holds_experts, part.modules())):
+            yield part
 
 
 def _recomputed(inputs: "HostCopies | None", run: Callable[..., Any], *args: Any) -> Any:
