@@ -29,6 +29,7 @@ from common.wire.security import create_keys
 from learner.journal.journal import read_journal
 from tests.end_to_end.nodes import Node
 from tests.end_to_end.runs import balances
+from tests.end_to_end.simulated_actor import MAX_TOKENS, MIN_TOKENS
 
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET of Linux
 WAIT_S = 120.0
@@ -99,15 +100,18 @@ class Fleet:
         node: Node | None = None,
         host: str = "",
         token_s: float = TOKEN_S,
-        lengths: Sequence[int] = (),
+        lengths: Sequence[int] = (MIN_TOKENS, MAX_TOKENS),
+        url: str = "",
     ) -> None:
         """Start an actor.
 
         Args:
-            lengths: least and most tokens of a turn; () is the clock's own range.
+            lengths: least and most tokens of a simulated turn.
+            url: the address of a shared engine; "": a simulated one.
         """
         folder = self.run_dir.root if node is None else self._copy(node, host)
-        arguments = (str(folder), str(number), str(slots), str(token_s), *map(str, lengths))
+        least, most = lengths
+        arguments = map(str, (folder, number, slots, token_s, least, most, url))
         self.start(f"actor-{number}", "actor", *arguments, node=node)
 
     def _copy(self, node: Node, host: str) -> Path:

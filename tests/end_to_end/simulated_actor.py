@@ -1,8 +1,8 @@
-"""An actor with a simulated engine.
+"""An actor with a simulated engine, or with one that many actors share.
 
-Leases, heartbeats, hub sessions, trajectories and their delivery are those of a real actor. A turn
-takes the time that an engine takes for it, and its tokens are random. A test therefore covers
-everything but the engine.
+Leases, heartbeats, hub sessions, trajectories and their delivery are those of a real actor. A
+simulated turn takes the time that an engine takes for it, and its tokens are random. A shared
+engine is the command `serve`: real turns at version 0.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import aiohttp
 import uvloop
 import zmq.asyncio
 from transformers import AutoTokenizer
@@ -23,6 +24,7 @@ from actor.rollout.pool import EpisodePool
 from actor.scheduler_client import SchedulerClient
 from common.config.load import load_config
 from common.config.run_config import RunConfig
+from common.errors import EngineError
 from common.store.run_dir import RunDir
 from common.wire.addresses import AddressBook
 from common.wire.messages import Heartbeat, Hello
@@ -65,10 +67,61 @@ class TokenClock:
         )
 
 
+class SharedEngine:
+    """A client of the command `serve`, in place of an engine of this process."""
+
+    version = 0
+    frozen_s = 0.0
+
+    def __init__(self, url: str, *, end_of_turn_ids: list[int]) -> None:
+        self._url = f"{url}/completions"
+        self._end_of_turn_ids = end_of_turn_ids
+        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+
+    async def generate(
+        self, prompt_ids: list[int], *, request_id: str, max_tokens: int, salt: str, seed: int
+    ) -> Turn:
+        """Sample a turn. Arguments are as of the engine."""
+        request = {
+            "model": "policy",
+            "prompt": prompt_ids,
+            "max_tokens": max_tokens,
+            "temperature": 1.0,
+            "seed": seed,
+            "cache_salt": salt,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "stop_token_ids": self._end_of_turn_ids,
+            "ignore_eos": True,
+        }
+        async with self._http.post(self._url, json=request) as response:
+            answer = await response.json()
+        if response.status != 200:
+            raise EngineError(f"the shared engine answered {response.status}: {answer!r:.500}")
+        (choice,) = answer["choices"]
+        return Turn(
+            token_ids=choice["token_ids"],
+            logprobs=choice["logprobs"]["token_logprobs"],
+            versions=[self.version] * len(choice["token_ids"]),
+            is_stopped=choice["finish_reason"] == "stop",
+            num_prompt=len(prompt_ids),
+        )
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.close()
+
+
 async def play(
-    cfg: RunConfig, run_dir: RunDir, *, number: int, token_s: float, lengths: tuple[int, int]
+    cfg: RunConfig,
+    run_dir: RunDir,
+    *,
+    number: int,
+    token_s: float,
+    lengths: tuple[int, int],
+    url: str,
 ) -> None:
-    """Play until SIGTERM."""
+    """Play until SIGTERM, with the engine at `url` if it is not empty."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     context, keys = zmq.asyncio.Context(), load_keys(run_dir.keys)
@@ -83,12 +136,14 @@ async def play(
     delivery = Delivery(book, keys, window=cfg.actor.delivery_window, context=context)
     await delivery.connect(timeout_s=START_S)
     tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)
+    renderer = Renderer(tokenizer)
     clock = TokenClock(vocab_size=len(tokenizer), token_s=token_s, lengths=lengths)
+    shared = SharedEngine(url, end_of_turn_ids=renderer.end_of_turn_ids) if url else None
     episodes = EpisodePool(
         cfg.actor,
         actor=name,
-        engine=cast("Engine", clock),
-        renderer=Renderer(tokenizer),
+        engine=cast("Engine", shared or clock),
+        renderer=renderer,
         environments=hubs,
         delivery=delivery,
         rounds=None,
@@ -111,6 +166,8 @@ async def play(
     scheduler.close()
     delivery.close()
     await hubs.close()
+    if shared is not None:
+        await shared.close()
     context.destroy(linger=0)
 
 
@@ -147,14 +204,18 @@ def main(
     token_s: str = str(TOKEN_S),
     least: str = str(MIN_TOKENS),
     most: str = str(MAX_TOKENS),
+    url: str = "",
 ) -> None:
     """Run as one actor of a run, with `num_slots` concurrent episodes.
 
     Args:
-        least, most: tokens of a turn.
+        least, most: tokens of a simulated turn.
+        url: the address of a shared engine; "": a simulated one.
     """
     slots = (f"actor.max_concurrent={num_slots}", f"actor.min_concurrent={num_slots}")
     run_dir = RunDir(root=Path(folder))
     cfg = load_config(str(run_dir.config), slots)
     lengths = (int(least), int(most))
-    uvloop.run(play(cfg, run_dir, number=int(number), token_s=float(token_s), lengths=lengths))
+    uvloop.run(
+        play(cfg, run_dir, number=int(number), token_s=float(token_s), lengths=lengths, url=url)
+    )
