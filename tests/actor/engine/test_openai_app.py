@@ -28,10 +28,10 @@ FREE = {"ignore_eos": True, "temperature": 1.0}
 
 
 @contextlib.contextmanager
-def served(folder: Path, *overrides: str) -> Iterator[tuple[str, str]]:
+def served(folder: Path, *overrides: str, num_slots: int = 1) -> Iterator[tuple[str, str]]:
     """Run the command, and yield the address and the model's id."""
     log = folder / "serve.log"
-    words = [f"run.dir={folder}", "run.name=a", "actor.max_concurrent=1", *overrides]
+    words = [f"run.dir={folder}", "run.name=a", f"actor.max_concurrent={num_slots}", *overrides]
     with log.open("wb") as out:
         server = subprocess.Popen(
             [sys.executable, str(ROOT / "run.py"), "serve", *words],
