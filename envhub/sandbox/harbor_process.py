@@ -86,7 +86,7 @@ class Server:
                 result = await environment.exec(
                     command,
                     env=variables or None,
-                    limit_sec=math.ceil(limit_s),
+                    timeout_sec=math.ceil(limit_s),
                     user=(int(user) if user.isdigit() else user) if user else None,
                 )
         except Exception:  # Each provider has an error of its own for a time limit.
