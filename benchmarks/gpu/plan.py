@@ -86,7 +86,7 @@ CHECKS = (
     GpuCheck(name="gloo", function=f"{_WEIGHTS}:check_gloo", usual_s=15, limit_s=90),
     GpuCheck(name="weights", function=f"{_WEIGHTS}:check_transfers", usual_s=20, limit_s=120),
     GpuCheck(name="shards", function=f"{_TRAINING}:check_shards", usual_s=20, limit_s=120),
-    GpuCheck(name="experts", function=f"{_EXPERTS}:check_experts", usual_s=45, limit_s=150),
+    GpuCheck(name="experts", function=f"{_EXPERTS}:check_experts", usual_s=30, limit_s=150),
     GpuCheck(name="adapters", function=f"{_TRAINING}:check_adapters", usual_s=10, limit_s=90),
     GpuCheck(name="compiled", function=f"{_TRAINING}:check_compiled", usual_s=60, limit_s=240),
     GpuCheck(name="canary", function=f"{_AGREEMENT}:check_canary", usual_s=5, limit_s=60),
