@@ -32,8 +32,8 @@ class GroupsSection:
     )
     forks: int = knob(
         0,
-        "Samples a group as trees: this many members continue the episode of another member from"
-        " one of its turns, see docs/TREES.md. 0 begins all members at the first turn.",
+        "Samples a group as trees: of 1 + forks members one begins at the first turn, and the others"
+        " continue its episode from one of its turns, see docs/TREES.md. 0 makes no forks.",
         ge=0,
         le=4095,
     )

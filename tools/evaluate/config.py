@@ -13,7 +13,7 @@ class EvalItems(StrEnum):
     """Held-out items of the command `eval`.
 
     spread: the first items of each configured subset, by the tasks' weights. tasks: the test lists
-    of the catalogue's tasks; the configured subsets must be among them. paper: the test sets of
+    of the catalogue's tasks; the configured subsets must be among them. paper: the layout of
     AgentGym-RL's Tables 1 to 5, with the number of turns of its evaluation. For tasks and paper,
     all items are used, unless the command line also sets `eval.num_items`.
     """
