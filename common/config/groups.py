@@ -32,8 +32,8 @@ class GroupsSection:
     )
     forks: int = knob(
         0,
-        "Samples a group as trees: of 1 + forks members one begins at the first turn, and the others"
-        " continue its episode from one of its turns, see docs/TREES.md. 0 makes no forks.",
+        "Samples a group as trees: of 1 + forks members one begins at the first turn, and the"
+        " others continue its episode from one of its turns, see docs/TREES.md. 0 makes no forks.",
         ge=0,
         le=4095,
     )
