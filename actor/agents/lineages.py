@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -176,7 +176,7 @@ class Lineages:
                 num_prompt = len(lineage.added) - len(lineage.taken.token_ids)
                 start = len(tape.token_ids)
                 tape.observe(lineage.added[:num_prompt], turn)
-                tape.add(lineage.taken, turn)
+                tape.add(replace(lineage.taken, experts=None), turn)
                 recorded = enumerate(lineage.experts, start)
                 tape.experts.update((at, chosen) for at, chosen in recorded if chosen is not None)
         return tape

@@ -248,7 +248,7 @@ class Tape:
         """Append the tokens of an answer or an observation to every column."""
         num_tokens = len(taken.token_ids)
         if taken.experts is not None:
-            chosen = taken.experts[taken.num_prompt :][:num_tokens]
+            chosen = taken.experts[self.num_in_context :][:num_tokens]
             self.experts.update(enumerate(chosen, len(self.token_ids)))
         self.token_ids.extend(taken.token_ids)
         self.loss_mask.extend(array("b", [is_sampled]) * num_tokens)

@@ -149,6 +149,26 @@ def test_shared_tokens_equal_those_of_the_trunk(hub: Served) -> None:
         assert sampled(trunk, num - 1)
 
 
+class PlacingEngine(SeededEngine):
+    """Records the place of each token as its expert."""
+
+    async def generate(self, ids: Sequence[int], *, seed: int, **how: Any) -> Turn:
+        taken = await super().generate(ids, seed=seed, **how)
+        places = np.arange(len(ids) + len(taken.token_ids) - 1, dtype=np.int16)
+        return replace(taken, experts=places[:, None, None])
+
+
+def test_shared_tokens_have_the_experts_of_the_trunk(hub: Served) -> None:
+    leases = [member("rooms", number) for number in range(4)]
+    recordings = Recordings(None, groups=GROUPS)
+    played = asyncio.run(play(hub, PlacingEngine("rooms"), leases, recordings))
+    for number in range(4):
+        assert played[number].num_shared_turns == TURNS_OF.get(number, 0)
+        places = np.flatnonzero(played[number].expert_mask)
+        np.testing.assert_array_equal(played[number].expert_ids[places, 0, 0], places)
+        assert len(places) >= played[number].loss_mask.nonzero()[0][-1]
+
+
 def test_forks_differ_after_their_turn(hub: Served) -> None:
     played, _ = grown(hub, "rooms")
     ends = {tuple(played[number].turn_actions[3:].tolist()) for number in (0, 1, 3)}
