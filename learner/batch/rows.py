@@ -113,10 +113,11 @@ def episodes_of(rows: Sequence[Sample]) -> list[Sample]:
 def with_ends(samples: Sequence[Sample]) -> tuple[list[Sample], dict[int, int]]:
     """Return the rows followed by the ends of episodes as rows, and the place of each row's end.
 
-    The value of an episode's end is read at the last token of the returned place.
+    The value of an episode's end is read at the last token of the returned place. The returned
+    rows have no ends of their own, so that they stay the same when they are passed again.
     """
     ends = {n: sample.end for n, sample in enumerate(samples) if sample.end is not None}
-    rows = [*samples]
+    rows = [replace(sample, end=None) for sample in samples]
     places: dict[int, int] = {}
     for index, end in ends.items():
         places[index] = len(rows)

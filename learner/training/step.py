@@ -384,6 +384,9 @@ class Gradients:
     def _shares(self, samples: Sequence[Sample], part: Sequence[int]) -> list[list[int]]:
         """Return the samples of `part` in each share. Its number does not depend on `part`.
 
+        The ends of episodes are dealt as well, also in passes without them: a row then belongs to
+        the same share in all passes, and its scores before the step are there.
+
         Samples are dealt by squared length, which is the cost of attention. With shared prefixes
         whole pieces of trees are dealt, by their pairs of queries and keys. A piece has at most the
         tokens of a block, and of a share.
@@ -391,18 +394,19 @@ class Gradients:
         num_shares = self._ranks.num_shares
         if num_shares == 1:
             return [list(part)]
-        owners = [0] * len(samples)
+        rows, _ = with_ends(samples)
+        owners = [0] * len(rows)
         if self.passes.is_packed and self._cfg.shared_prefix:
-            everyone = range(len(samples))
-            trees = plan_trees(samples, everyone, max_tokens=self._max_tokens)
+            everyone = range(len(rows))
+            trees = plan_trees(rows, everyone, max_tokens=self._max_tokens)
             of_share = -(-sum(tree.num_tokens for tree in trees) // num_shares)
-            pieces = plan_trees(samples, everyone, max_tokens=min(self._max_tokens, of_share))
+            pieces = plan_trees(rows, everyone, max_tokens=min(self._max_tokens, of_share))
             dealt = deal([piece.num_pairs for piece in pieces], num_shares)
             for piece, owner in zip(pieces, dealt, strict=True):
                 for index in piece.indices:
                     owners[index] = owner
         else:
-            lengths = [len(sample.trajectory.token_ids) for sample in samples]
+            lengths = [len(row.trajectory.token_ids) for row in rows]
             owners = deal([length**2 for length in lengths], num_shares)
         return [[i for i in part if owners[i] == share] for share in range(num_shares)]
 

@@ -20,6 +20,7 @@ from common.config.algorithm import (
     Proximal,
 )
 from common.config.learner import Attention, CriticKind, CriticSection, Layout, LearnerSection
+from common.wire.messages import EndReason
 from learner.batch.batching import Sample
 from learner.policy.forward import Networks
 from learner.policy.model import Critic, whole
@@ -114,6 +115,20 @@ def random_samples(seed: int, *, num_groups: int = 2, num_rows: int = 7) -> list
                 for number, row in enumerate(episode)
             ]
     return samples
+
+
+def ended(samples: list[Sample], seed: int) -> list[Sample]:
+    """Return episodes that are cut short, with a prompt after their last turn as a row."""
+    rng = np.random.default_rng(seed)
+    rows: list[Sample] = []
+    for number, sample in enumerate(samples):
+        trajectory = replace(sample.trajectory, end_reason=EndReason.HORIZON)
+        end = None
+        if number + 1 == len(samples) or samples[number + 1].row == 0:
+            ids = [*trajectory.token_ids[:9].tolist(), *rng.integers(0, VOCAB, 20).tolist()]
+            end = make_trajectory(ids, [0] * len(ids), group_id=trajectory.group_id)
+        rows.append(replace(sample, trajectory=trajectory, end=end))
+    return rows
 
 
 def networks_of(case: Case) -> Networks:
@@ -237,6 +252,13 @@ def divided(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 RANKED = {name: CASES[name] for name in ("gspo", "window", "adapters, base as reference")}
 RANKED |= {"critic": Case(PPO, critic=CriticKind.HEAD)}
+RANKED |= {"critic, reference": Case(replace(PPO, kl_coef=0.1), critic=CriticKind.HEAD)}
+
+
+def ranked_samples(case: Case) -> list[Sample]:
+    """Return the episodes of a case; those of a critic have ends."""
+    samples = random_samples(7)
+    return samples if case.critic is None else ended(samples, 7)
 
 
 def _be_rank(rank: int, folder: Path) -> None:
@@ -254,8 +276,9 @@ def _be_rank(rank: int, folder: Path) -> None:
     for name, case in RANKED.items():
         for way, (ranks, learner) in ways.items():
             how: dict[str, Any] = {"max_tokens_per_microbatch": 60, **learner}
-            found = computed(case, random_samples(7), ranks=ranks, **how)
-            torch.save((found.sums, found.gradient), f"{folder}/{name}.{way}.{rank}.pt")
+            found = computed(case, ranked_samples(case), ranks=ranks, **how)
+            places = (set(found.batch.before), set(found.logprobs))
+            torch.save((found.sums, found.gradient, places), f"{folder}/{name}.{way}.{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -263,10 +286,11 @@ def _be_rank(rank: int, folder: Path) -> None:
 @pytest.mark.parametrize("way", ["rows", "shares"])
 def test_ranks_have_the_loss_and_gradient_of_separate_rows(divided: Path, way: str) -> None:
     for name, case in RANKED.items():
-        samples = random_samples(7)
+        samples = ranked_samples(case)
         apart = computed(case, samples, shared_prefix=False)
         for rank in range(2):
-            sums, gradient = torch.load(divided / f"{name}.{way}.{rank}.pt")
+            sums, gradient, (before, now) = torch.load(divided / f"{name}.{way}.{rank}.pt")
+            assert not before or before == now  # A rank scores the same rows in all passes.
             assert (gradient - apart.gradient).norm() < LIMIT * apart.gradient.norm(), name
             for metric, value in apart.sums.items():
                 if metric == COMPUTED:
