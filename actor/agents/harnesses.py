@@ -35,7 +35,8 @@ from common.http.blocking import request
 
 logger = logging.getLogger(__name__)
 
-PORT = 8080  # Port of the policy inside the sandbox, which has a network of its own.
+# Port of the policy in the network of the sandbox, which no server of a task has.
+PORT = 39055
 MODEL = "policy"
 HOME = "/tmp/agent"  # Home of a harness; every sandbox and container has a /tmp to write.
 BUFFER_BYTES = 1 << 16
@@ -74,7 +75,11 @@ def serve(listener):
     while True:
         client, _ = listener.accept()
         policy = socket.socket(socket.AF_UNIX)
-        policy.connect(place)
+        try:
+            policy.connect(place)
+        except OSError:
+            client.close()
+            continue
         for pair in ((client, policy), (policy, client)):
             threading.Thread(target=pump, args=pair, daemon=True).start()
 listener = socket.create_server(("127.0.0.1", port))
@@ -390,7 +395,12 @@ async def policy_socket(root: Path, url: str) -> AsyncIterator[Path]:
     parts = urlsplit(url)
 
     async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection(parts.hostname, parts.port)
+        try:
+            far_reader, far_writer = await asyncio.open_connection(parts.hostname, parts.port)
+        except OSError as error:
+            logger.warning("the policy does not answer url=%s reason=%s", url, error)
+            writer.close()
+            return
         await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
 
     folder = Path(tempfile.mkdtemp(dir=root / SOCKETS))
@@ -453,13 +463,19 @@ def root_of(cfg: ActorSection) -> Path:
 def command_of(cfg: ActorSection) -> list[str]:
     """Return the command line of the agent; a named harness is installed first.
 
-    Raises: ConfigError: it cannot be installed, or its processes outlive an episode.
+    Raises: ConfigError: it cannot be installed, its processes outlive an episode, or the endpoint
+        has a certificate.
     """
     name = harness_of(cfg.agent)
     if not name:
         return list(cfg.agent)
     if cfg.agent_lifetime is not AgentLifetime.EPISODE:
         raise ConfigError(f"actor.agent_lifetime={cfg.agent_lifetime}: must be episode for {name}")
+    if cfg.agents.tls_certificate:
+        raise ConfigError(
+            f"actor.agents.tls_certificate={cfg.agents.tls_certificate}: must be empty for {name},"
+            " which reaches the policy by a socket of this machine"
+        )
     root = root_of(cfg).absolute()
     if root.is_relative_to("/tmp"):
         raise ConfigError(f"actor.harnesses={root}: must not be below /tmp, which a sandbox hides")

@@ -4,6 +4,7 @@ The folder needs no other program of the machine, so a sandbox or a container ca
 """
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 SOCKETS = "sockets"  # Folder of the sockets below that of the harnesses.
 WHOLE = "installed"  # File that marks a complete installation.
 INSTALL_S = 1800.0  # Limit of an installation.
+READABLE = 0o555
 NODE_VERSION = "22.22.0"
 MACHINE = {"x86_64": "x64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
 NODE_PACKAGE = f"node-linux-{MACHINE}"
@@ -98,8 +100,18 @@ def install(package: HarnessPackage, root: Path) -> Path:
         return folder
     if package.is_npm and shutil.which("npm") is None:
         raise ConfigError(f"actor.agent={package.name}: npm is missing; install Node 20 or newer")
+    with (root / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # Another actor may install it now.
+        if not (folder / WHOLE).exists():
+            _install(package, folder)
+    return folder
+
+
+def _install(package: HarnessPackage, folder: Path) -> None:
+    """Install a harness into its folder. Raises: ConfigError."""
     logger.info("installing harness=%s version=%s folder=%s", package.name, package.version, folder)
-    folder.mkdir(exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # The rest of an interrupted installation.
+    folder.mkdir()
     if package.python is None:
         argv = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", f"{folder}"]
         argv += [f"{package.package}@{package.version}", f"{NODE_PACKAGE}@{NODE_VERSION}"]
@@ -109,8 +121,12 @@ def install(package: HarnessPackage, root: Path) -> Path:
         argv = [interpreter, "-m", "pip", "install", "-q", "--target", f"{folder}/packages"]
         argv += [f"{package.package}=={package.version}", *package.extras]
     _run(argv, package)
+    # Sandboxes have another user, which reads the files also with a closed umask here.
+    python = folder / "python"
+    folders = [path for path in (python, *python.rglob("*")) if path.is_dir()]
+    for path in (folder.parent, folder.parent / SOCKETS, folder, *folders):
+        path.chmod(path.stat().st_mode | READABLE)
     (folder / WHOLE).write_text(f"{package.package} {package.version}\n", encoding="utf-8")
-    return folder
 
 
 def _run(argv: list[str], package: HarnessPackage) -> None:
@@ -118,7 +134,7 @@ def _run(argv: list[str], package: HarnessPackage) -> None:
     wanted = f"{package.package} {package.version}"
     try:
         done = subprocess.run(
-            argv, capture_output=True, encoding="utf-8", check=False, timeout=INSTALL_S
+            argv, capture_output=True, encoding="utf-8", check=False, timeout=INSTALL_S, umask=0o022
         )
     except subprocess.TimeoutExpired as error:
         text = f"the installation of {wanted} took longer than {INSTALL_S:g} s"

@@ -33,7 +33,7 @@ from common.errors import ConfigError
 from learner.batch.batching import collate_tokens
 from learner.policy.forward import Networks, Passes
 from learner.policy.kernels.attention import packing_problem, use_attention
-from learner.policy.model import Scoring, load_policy, make_critic, token_logprobs
+from learner.policy.model import Critic, Scoring, load_policy, make_critic, token_logprobs
 from learner.policy.selfcheck import NeighboursDiffer, ScoresDiffer
 from learner.training.build import load_start, make_trainer
 from tests.learner.builders import VOCAB, make_mixing_model, make_model, make_samples
@@ -267,6 +267,33 @@ def test_start_check_covers_critic_and_reference(tmp_path: Path) -> None:
             trainer.check_start(may_pad=True)
         hook.remove()
     trainer.check_start(may_pad=False)
+
+
+def test_start_check_covers_shared_tokens_of_critic_and_reference() -> None:
+    networks = Networks(
+        policy=make_model(),
+        critic=Critic(32, make_model(seed=1).model),  # pyright: ignore[reportArgumentType]
+        reference=make_model(seed=2),
+    )
+    learner = LearnerSection(layout=Layout.PACKED, precision=Precision.FP32)
+    passes = Passes(learner, networks, temperature=1.0, engine_dtype="float32")
+    passes.check_start(may_pad=False)
+    reference: Any = networks.reference
+    critic: Any = networks.critic
+    for spoilt in (reference.model, critic.trunk):
+        hook = spoilt.register_forward_pre_hook(_by_row, with_kwargs=True)
+        with pytest.raises(NeighboursDiffer):
+            passes.check_start(may_pad=False)
+        hook.remove()
+
+
+def _by_row(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Number the positions of rows that share tokens by their place in the block."""
+    packing = kwargs.get("packing")
+    if packing is None or packing.key_rows is None:
+        return None
+    positions = torch.arange(kwargs["position_ids"].shape[1])[None]
+    return args, kwargs | {"position_ids": positions}
 
 
 # What a small network of a family needs beside `SMALL`.
