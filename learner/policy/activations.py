@@ -8,7 +8,7 @@ wide vectors of its units never exist for the whole row.
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from learner.policy.activation_plan import StoredLayers
 from learner.policy.expert_weights import holds_experts
 
 _WHOLE = "forward_of_whole_rows"  # Attribute of a part: its forward pass without chunks.
+Kind = TypeVar("Kind", bound=nn.Module)
 GATED = "MLP"  # End of the class names of feed-forward parts, which treat tokens one by one.
 
 
@@ -38,12 +39,10 @@ def use_activations(
 
     Raises: ConfigError: a network has no layers that can recompute.
     """
-    for model in _outermost(network):
-        layers: list[Any] = [
-            each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)
-        ]
+    for model in _outermost(network, PreTrainedModel):
+        layers: list[Any] = list(_outermost(model, GradientCheckpointingLayer))
         num_again = max(0, len(layers) - stored.num_stored)
-        if not num_again:
+        if layers and not num_again:
             continue
         if not (layers and model.supports_gradient_checkpointing):
             raise ConfigError(
@@ -62,11 +61,11 @@ def use_activations(
                     part.forward = partial(_by_chunks, part, run, mlp_chunk_tokens)
 
 
-def _outermost(network: nn.Module) -> Iterator[PreTrainedModel]:
-    """Yield the transformers of a network that are not part of another transformer."""
+def _outermost(network: nn.Module, kind: type[Kind]) -> Iterator[Kind]:
+    """Yield the modules of a kind that are not part of another module of this kind."""
     inner: set[nn.Module] = set()
     for module in network.modules():
-        if isinstance(module, PreTrainedModel) and module not in inner:
+        if isinstance(module, kind) and module not in inner:
             inner.update(module.modules())
             yield module
 
@@ -102,10 +101,12 @@ def _by_chunks(part: nn.Module, run: Callable[..., Any], size: int, *args: Any, 
         return run(states)
     trained = [each for each in part.parameters() if each.requires_grad]
     flat = states.flatten(0, -2)
-    anchor = torch.empty(0, device=states.device, requires_grad=True)
+    # Frozen layers below the first adapter have no gradient.
+    is_needed = torch.is_grad_enabled() and (states.requires_grad or bool(trained))
+    anchor = torch.empty(0, device=states.device, requires_grad=is_needed)
     # The graph keeps the input before the chunks are computed. A layer that is computed again
     # therefore ends here: `torch.utils.checkpoint` stops at the last tensor that is kept.
-    kept: Any = _Kept.apply(anchor, flat) if torch.is_grad_enabled() else anchor
+    kept: Any = _Kept.apply(anchor, flat) if is_needed else anchor
     made: Any = _Chunks.apply(kept, kept.grad_fn, run, size, flat, *trained)
     return made.view(*states.shape[:-1], -1)
 

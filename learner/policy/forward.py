@@ -285,7 +285,8 @@ class Passes:
             num_layers,
             "in host memory" if stored.is_offloaded else "on the device",
         )
-        use_activations(self._trained, cfg.activations, stored, cfg.mlp_chunk_tokens)
+        if stored.num_stored < num_layers:  # Else all store theirs, also those of a deeper critic.
+            use_activations(self._trained, cfg.activations, stored, cfg.mlp_chunk_tokens)
 
     def _existing_networks(self) -> list[_Trained]:
         return [self._trained] + ([] if self._reference is None else [self._reference])

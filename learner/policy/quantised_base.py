@@ -43,6 +43,8 @@ NF4 = (
     0.7229568362236023,
     1.0,
 )
+# Blocks below this magnitude become zeros: bf16 has too few digits for the numbers of the format.
+SMALLEST = 2.0**-118
 PIECE_NUMBERS = 1 << 24  # Numbers that are computed at once, so that copies in fp32 are small.
 
 
@@ -61,6 +63,9 @@ def quantise(weight: Tensor, kind: BaseFormat) -> tuple[Tensor, Tensor]:
     for start in range(0, len(flat), PIECE_NUMBERS):
         blocks = flat[start : start + PIECE_NUMBERS].view(-1, BLOCK_NUMBERS)
         largest = blocks.abs().amax(1, keepdim=True)
+        is_zero = largest < SMALLEST
+        blocks = blocks.masked_fill(is_zero, 0)
+        largest = largest.masked_fill(is_zero, 0)
         shares = blocks.float() / largest.float().clamp_min(torch.finfo(torch.float32).tiny)
         scales.append(largest.flatten())
         if kind is BaseFormat.INT8:

@@ -39,13 +39,14 @@ def plain_models(
     source = _source_if_lost(model)
     find = folders.played if is_served else folders.plain
     path = find("model.path", source)
-    if source != model.path and Path(path).name != Path(model.path).name:
+    is_lost = source != model.path  # A folder of the cache, which a start may have rounded.
+    if (is_trained and not is_served) or is_lost:
+        path = folders.rounded("model.path", path, model.base)
+    if is_lost and Path(path).name != Path(model.path).name:
         raise ConfigError(
             f"model.path={model.path}: the folder is missing, and {model.quantised}, its source,"
             f" gives other weights now ({Path(path).name}). Restore it, or begin another run"
         )
-    if is_trained and not is_served:
-        path = folders.rounded("model.path", path, model.base)
     record = read_record(ROOT / path)
     model = replace(
         model,

@@ -11,10 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from transformers import Qwen3ForCausalLM
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Qwen3ForCausalLM,
+    Zamba2Config,
+    Zamba2ForCausalLM,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from common.config.learner import Activations, LearnerSection, Precision
+from common.config.learner import Activations, CriticKind, CriticSection, LearnerSection, Precision
 from common.config.load import load_config
 from common.errors import ConfigError
 from common.host.machine import GIB
@@ -29,6 +36,7 @@ from learner.policy.activation_plan import (
 )
 from learner.policy.activations import HostCopies, _Copy, use_activations
 from learner.policy.forward import Networks, Passes
+from learner.policy.model import make_critic
 from learner.policy.model_shape import ModelShape
 from tests.learner.builders import VOCAB, make_model
 
@@ -100,6 +108,70 @@ def test_chunk_is_computed_once_in_each_pass() -> None:
     calls.clear()
     states.sum().backward()
     assert calls == [16, 16, 8] * 2  # The layer itself ends before its feed-forward part.
+
+
+def recomputing(network: nn.Module) -> list[str]:
+    """Return the classes of the layers that compute their activations again."""
+    layers = (each for each in network.modules() if getattr(each, "gradient_checkpointing", False))
+    return [type(each).__name__ for each in layers if isinstance(each, GradientCheckpointingLayer)]
+
+
+def test_frozen_layers_in_chunks_have_no_gradient() -> None:
+    gradients: list[Tensor] = []
+    for chunk in (0, 8):
+        model = make_model(num_layers=3)
+        model.requires_grad_(False)
+        trained = model.model.layers[2].self_attn.q_proj.weight.requires_grad_()
+        use_activations(model, Activations.RECOMPUTE, StoredLayers(0, False), chunk)
+        model.model(input_ids=torch.arange(30)[None]).last_hidden_state.square().sum().backward()
+        assert trained.grad is not None
+        gradients.append(trained.grad)
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].abs().max() > 0
+
+
+def test_network_without_layers_to_recompute_is_refused() -> None:
+    config = AutoConfig.for_model("openai-gpt", n_embd=16, n_layer=2, n_head=2, vocab_size=VOCAB)
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match=r"activations=offload: OpenAIGPT.* Use keep"):
+        use_activations(model, Activations.OFFLOAD, StoredLayers(0, True), 0)
+
+
+@pytest.mark.parametrize("activations", [Activations.KEEP, Activations.RECOMPUTE])
+def test_deeper_critic_stores_as_the_policy(activations: Activations, tmp_path: Path) -> None:
+    make_model(num_layers=4).save_pretrained(tmp_path)
+    policy = make_model(num_layers=2)
+    section = CriticSection(kind=CriticKind.MODEL, path=str(tmp_path))
+    critic = make_critic(section, policy, policy_path=str(tmp_path))
+    cfg = LearnerSection(device="cpu", precision=Precision.FP32, activations=activations)
+    networks = Networks(policy=policy, critic=critic)
+    Passes(cfg, networks, temperature=1.0, engine_dtype="bfloat16")
+    assert critic.trunk is not None
+    is_again = activations is Activations.RECOMPUTE
+    assert len(recomputing(policy)) == 2 * is_again
+    assert len(recomputing(critic.trunk)) == 4 * is_again
+
+
+def test_layer_within_a_layer_is_no_layer_of_its_own() -> None:
+    config = Zamba2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=3,
+        layers_block_type=["mamba", "hybrid", "mamba"],
+        intermediate_size=64,
+        num_attention_heads=4,
+        mamba_d_state=8,
+        n_mamba_heads=4,
+        mamba_headdim=16,
+        num_mem_blocks=1,
+        use_mem_rope=True,
+    )
+    with torch.device("meta"):
+        model = Zamba2ForCausalLM(config)
+    use_activations(model, Activations.RECOMPUTE, StoredLayers(2, False), 0)
+    assert recomputing(model) == ["Zamba2MambaDecoderLayer"]
+    use_activations(model, Activations.RECOMPUTE, StoredLayers(1, False), 0)
+    assert recomputing(model) == ["Zamba2MambaDecoderLayer", "Zamba2HybridLayer"]
 
 
 def test_kept_tensors_of_a_recomputed_layer_are_its_input() -> None:

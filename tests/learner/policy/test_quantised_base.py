@@ -1,5 +1,6 @@
 """Laws of frozen weights in 8 or 4 bits: learner and engine have equal numbers."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,16 @@ def test_numbers_of_a_format_are_kept_exactly(base: BaseFormat) -> None:
     assert again.equal(codes)
     assert same_scales.equal(scales)
     assert dequantise(again, same_scales, base, torch.float32).equal(first.float())
+
+
+@pytest.mark.parametrize("base", FORMATS)
+@pytest.mark.parametrize("size", [1e-34, 1e-36, 1e-38, 1e-39, 1e-40])
+def test_small_numbers_are_kept_or_zero(base: BaseFormat, size: float) -> None:
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) * size
+    first = dequantise(*quantise(weight, base), base, torch.float32)
+    again = dequantise(*quantise(first, base), base, torch.float32)
+    assert again.equal(first)
+    assert (first.view(64, 64) - weight).abs().max() <= max(0.2 * float(weight.abs().max()), 1e-35)
 
 
 def test_nf4_takes_the_nearest_of_its_numbers() -> None:
@@ -176,6 +187,17 @@ def test_start_rounds_the_checkpoint_once(base: BaseFormat, tmp_path: Path) -> N
     for name, layer in quantised_layers(model):
         expected = stored[f"{name.replace('.base_layer', '')}.weight"]
         assert layer.weight.numbers(torch.float32).equal(expected)
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_lost_cache_is_written_again(is_trained: bool, tmp_path: Path) -> None:
+    cfg = config(tmp_path, BaseFormat.NF4)
+    file = Path(cfg.model.path) / "model.safetensors"
+    before = load_file(file)
+    shutil.rmtree(file.parent)
+    assert plain_models(cfg, is_trained=is_trained) == cfg
+    after = load_file(file)
+    assert all(after[name].equal(each) for name, each in before.items())
 
 
 def test_other_numbers_than_those_of_the_format_are_refused(tmp_path: Path) -> None:
