@@ -217,7 +217,9 @@ class AllowedHosts:
             task.cancel()
 
     def permits_name(self, name: str) -> bool:
-        """Return whether a name of a host is allowed."""
+        """Return whether a name of a host is allowed. A resolver ends a name at a NUL character."""
+        if not all(HOST_LABEL.fullmatch(label) for label in name.split(".")):
+            return False
         return self._is_public or any(
             host == name or (host.startswith("*.") and name.endswith(host[1:]))
             for host in self._names
@@ -225,11 +227,19 @@ class AllowedHosts:
 
     def permits_address(self, address: IPv4Address) -> bool:
         """Return whether an address without a name is allowed."""
-        return self._is_public or self.has_network_of(address)
+        is_listed = self._is_public or any(address in network for network in self._networks)
+        return is_listed and self.is_far(address)
 
-    def has_network_of(self, address: IPv4Address) -> bool:
-        """Return whether a network of the hosts has an address."""
-        return any(address in network for network in self._networks)
+    def is_far(self, address: IPv4Address) -> bool:
+        """Return whether an address, also one of a name, is none of the hub's own services.
+
+        Its loopback never is. Clouds serve the keys of a machine at a link-local address, which
+        only a network of these addresses permits.
+        """
+        if address.is_loopback or address.is_unspecified:
+            return False
+        parts = [network for network in self._networks if network.is_link_local]
+        return not address.is_link_local or any(address in network for network in parts)
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[bool]:

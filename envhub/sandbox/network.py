@@ -8,7 +8,9 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from ipaddress import IPv4Address, IPv4Network
+from typing import Any
 
 from envhub.sandbox.interface import AllowedHosts, SandboxFailed
 
@@ -33,11 +35,16 @@ RULES = f"""table inet longstride {{
  }}
 }}
 """
-# Runs in the network namespace of a container, and sends its sockets to the hub's process.
+# Runs in the network namespace of a container, and sends its sockets to the hub's process. With a
+# daemon of another machine the number may name any process here, whose network stays as it is.
 BINDER = """
-import socket, subprocess, sys
+import os, socket, subprocess, sys
 channel = socket.socket(fileno=int(sys.argv[1]))
-dns, tcp, rules = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+dns, tcp, rules, outside = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
+with open("/proc/self/net/route") as file:
+    num_routes = len(file.readlines()) - 1
+if os.stat("/proc/self/ns/net").st_ino == outside or num_routes > 0:
+    sys.exit("the process is not of a container without a network, or of another machine")
 names = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 names.bind(("127.0.0.1", dns))
 connections = socket.create_server(("127.0.0.1", tcp), backlog=512)
@@ -50,13 +57,19 @@ for words, text in (
 socket.send_fds(channel, [b"."], [names.fileno(), connections.fileno()])
 """
 Resolve = Callable[[str], Coroutine[object, object, list[str]]]
+# A name server that does not answer takes these threads, and none of the hub's other work.
+THREADS = ThreadPoolExecutor(16, "resolver")
 
 
 async def resolve(name: str) -> list[str]:
     """Return the IPv4 addresses of a name, as the machine resolves it. Raises: OSError."""
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(name, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(address[4][0]) for address in found))
+    entries = await loop.run_in_executor(THREADS, _entries_of, name)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
+
+
+def _entries_of(name: str) -> list[Any]:
+    return socket.getaddrinfo(name, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
 
 
 class Gateway(asyncio.DatagramProtocol):
@@ -142,8 +155,8 @@ class Gateway(asyncio.DatagramProtocol):
             connection = writer.get_extra_info("socket")
             # The close of a refused connection is a reset, not an empty answer.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            addresses, port = await self._target(connection)
-            if is_free and addresses:
+            addresses, port = await self._target(connection) if is_free else ([], 0)
+            if addresses:
                 await _copy_both(reader, writer, addresses, port)
         writer.transport.abort()
 
@@ -154,18 +167,11 @@ class Gateway(asyncio.DatagramProtocol):
         address = IPv4Address(address)
         name = self._names.get(address)
         if name is None:
-            # The loopback here is the container's, and would be the hub's on the way out.
-            is_allowed = not address.is_loopback and self._allowed.permits_address(address)
-            return [str(address)] * is_allowed, port
+            return [str(address)] * self._allowed.permits_address(address), port
         if not self._allowed.permits_name(name):
             return [], port
-        found = map(IPv4Address, await self._resolve(name))
-        return [str(each) for each in found if self._is_far(each)], port
-
-    def _is_far(self, address: IPv4Address) -> bool:
-        """Return whether a name may have an address: none of the machine's own services."""
-        is_near = address.is_loopback or address.is_link_local or address.is_unspecified
-        return not is_near or self._allowed.has_network_of(address)
+        addresses = await self._resolve(name)
+        return [each for each in addresses if self._allowed.is_far(IPv4Address(each))], port
 
 
 def _question_of(data: bytes) -> tuple[str, int, bytes]:
@@ -234,10 +240,11 @@ async def _sockets_of(pid: int) -> tuple[socket.socket, socket.socket]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     # Without root, the namespaces of rootless containers belong to the hub's user.
     rights = ["--user", "--preserve-credentials"] if os.geteuid() else []
+    outside = str(os.stat("/proc/self/ns/net").st_ino)
     with ours, theirs:
         process = await asyncio.create_subprocess_exec(
             *("nsenter", "--target", str(pid), "--net", *rights, "--", sys.executable, "-I", "-c"),
-            *(BINDER, str(theirs.fileno()), str(DNS_PORT), str(TCP_PORT), RULES),
+            *(BINDER, str(theirs.fileno()), str(DNS_PORT), str(TCP_PORT), RULES, outside),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -256,7 +263,8 @@ async def _sockets_of(pid: int) -> tuple[socket.socket, socket.socket]:
             text = output.decode("utf-8", errors="replace").strip()[-300:]
             raise SandboxFailed(
                 f"the gateway of the allowed hosts cannot start: {text}; it needs root, or"
-                " containers of podman without root, and the kernel's nftables"
+                " containers of podman without root, an engine of this machine, and the kernel's"
+                " nftables"
             )
         _, files, _, _ = socket.recv_fds(ours, 1, 2)
     names, connections = (socket.socket(fileno=file) for file in files)
