@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import hashlib
+import itertools
 import logging
 import math
 import os
@@ -36,6 +37,7 @@ from envhub.sandbox.backends import (
     worker_bytes,
 )
 from envhub.sandbox.interface import (
+    EVERY_HOST,
     TESTS,
     AllowedHosts,
     CommandEnd,
@@ -72,7 +74,7 @@ IN_FOLDER = ("bash", "-c", 'cd "$1" 2>/dev/null; shift; exec "$@"', "bash")
 # The tests do not load packages that the agent has installed for its user.
 GUARDED = {"PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 INSTRUCTION = (
-    "You work in a Linux terminal without a network. Each answer is one shell command, in a ```bash"
+    "You work in a Linux terminal {network}. Each answer is one shell command, in a ```bash"
     f" block or as plain text. Answer {SUBMIT} when the task is finished."
 )
 
@@ -109,6 +111,17 @@ class TerminalTasks:
         return {SUBSET: spec}
 
     @property
+    def instruction(self) -> str:
+        """The instruction of all tasks; "" if it is a part of their first observations."""
+        tasks = itertools.chain(*self.tasks.values())
+        return "" if any(task.agent_hosts for task in tasks) else instruction_of(())
+
+    def opening(self, task: TerminalTask, work: str) -> str:
+        """Return the first observation of a task, with its instruction if tasks differ in it."""
+        before = "" if self.instruction else f"{instruction_of(task.agent_hosts)}\n\n"
+        return f"{before}{task.instruction}\n\nThe work folder is {work}."
+
+    @property
     def longest_s(self) -> float:
         """The most seconds of a step: a command and the tests, and both again without an agent."""
         tests_s = self.options.command_timeout_s + self.options.test_timeout_s
@@ -138,7 +151,7 @@ class TerminalEnv:
         await self.close()
         task = self._shared.tasks[item.split][item.index]
         await self._open(task)
-        return f"{task.instruction}\n\nThe work folder is {self._work}."
+        return self._shared.opening(task, self._work)
 
     async def _open(self, task: TerminalTask) -> None:
         """Create a sandbox with the initial files of a task. Raises: EnvFailure."""
@@ -476,6 +489,16 @@ class TerminalEnv:
             await sandbox.delete()
 
 
+def instruction_of(hosts: Sequence[str]) -> str:
+    """Return the instruction of a task whose agent reaches these hosts."""
+    network = "without a network"
+    if EVERY_HOST in hosts:
+        network = "with a network"
+    elif hosts:
+        network = f"with a network that reaches only {', '.join(hosts)}"
+    return INSTRUCTION.format(network=network)
+
+
 def _unix_lines(file: TaskFile) -> bytes:
     """Return the content of a file; scripts of a shell lose the line ends of Windows."""
     content = file.content
@@ -569,7 +592,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
     return EnvSpec(
         name="terminal",
         subsets=shared.subsets,
-        instruction=dict.fromkeys(Style, INSTRUCTION),
+        instruction=dict.fromkeys(Style, shared.instruction),
         make=make,
         isolation=Isolation.WORKER,
         sessions_per_worker=terminal.max_sessions,

@@ -503,6 +503,11 @@ class TerminalTask:
     test_user: str = ""
     setup: str = ""
 
+    @property
+    def agent_hosts(self) -> Sequence[str]:
+        """The hosts that the agent reaches; EVERY_HOST stands for all."""
+        return (EVERY_HOST,) if self.has_network else (self.allowed or ((), ()))[1]
+
 
 def load_tasks_of(
     key: str,

@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 
+from common.config.envs import EnvsSection, SandboxOptions, TerminalOptions
 from common.errors import ConfigError
+from envhub.env import Style
+from envhub.envs.terminal.env import instruction_of, make_spec
 from envhub.envs.terminal.fields import Use, check_fields
 from envhub.envs.terminal.tasks import BENCH_FIELDS, HARBOR_FIELDS, read_settings
 from envhub.sandbox.interface import MIB, Healthcheck
@@ -337,3 +340,45 @@ def test_wrong_network_is_refused_by_name(tmp_path: Path, settings: str, words: 
             permits_network=True,
         )
     assert words in str(raised.value)
+
+
+OFFLINE = (
+    "You work in a Linux terminal without a network. Each answer is one shell command, in a ```bash"
+    " block or as plain text. Answer submit when the task is finished."
+)
+
+
+def test_instruction_names_the_hosts_that_the_agent_reaches() -> None:
+    assert instruction_of(()) == OFFLINE
+    for hosts, words in (
+        (["*"], "with a network"),
+        (["x.org", "10.0.0.0/8"], "with a network that reaches only x.org, 10.0.0.0/8"),
+    ):
+        assert instruction_of(hosts) == OFFLINE.replace("without a network", words)
+
+
+@pytest.mark.parametrize(
+    ("network", "agent", "hosts"),
+    [
+        ("none", "", ()),
+        ("task", 'network_mode = "no-network"', ()),
+        ("task", "", ("*",)),
+        ("task", 'network_mode = "allowlist"\nallowed_hosts = ["x.org"]', ("x.org",)),
+    ],
+)
+def test_instruction_of_tasks_with_a_network_is_in_their_first_observation(
+    tmp_path: Path, network: str, agent: str, hosts: tuple[str, ...]
+) -> None:
+    settings = f"[agent]\n{agent}\n" if agent else ""
+    task(
+        tmp_path / "a", settings, **{"tests__test.sh": "true", "environment__Dockerfile": "FROM x"}
+    )
+    terminal = TerminalOptions(train=str(tmp_path), network=network)
+    spec = make_spec(EnvsSection(sandbox=SandboxOptions(backend="podman"), terminal=terminal))
+    env: Any = spec.make(Style.COMPACT)
+    (only,) = env._shared.tasks["train"]
+    assert only.agent_hosts == hosts
+    assert set(spec.instruction.values()) == {"" if hosts else OFFLINE}
+    before = f"{instruction_of(hosts)}\n\n" if hosts else ""
+    text = env._shared.opening(only, "/app")
+    assert text == f"{before}Do it.\n\nThe work folder is /app."
