@@ -3,9 +3,11 @@
 import asyncio
 import base64
 import contextlib
+import errno
 import itertools
 import json
 import logging
+import os
 import posixpath
 import secrets
 import shlex
@@ -47,7 +49,7 @@ SERVER = Path(__file__).parent / "harbor_process.py"
 MAX_LINE_BYTES = 256 << 20
 PROBE_TIMEOUT_S = 120.0
 CALL_TIMEOUT_S = 600.0
-FOLDER_MAKER = 'for path; do mkdir -p -- "$(dirname -- "$path")"; done'
+MARK_BYTES = 1024  # Of an output, beyond the limit: the mark, and what a shell prints before it.
 
 
 class HarborSandboxes:
@@ -71,7 +73,7 @@ class HarborSandboxes:
         """Check the package, the provider and its key. Raises: SandboxFailed."""
         process = await HarborProcess.start(self._options)
         try:
-            await process.call("probe", PROBE_TIMEOUT_S, provider=self._provider)
+            await process.call("probe", PROBE_TIMEOUT_S, {"provider": self._provider})
         finally:
             await process.close()
 
@@ -97,16 +99,23 @@ class HarborSandboxes:
             "env": dict(spec.variables) if spec else {},
         }
         hosts = None if request.allowed is None else request.allowed.hosts
-        started = await self._process.call(
-            "start",
-            self._options.containers.build_timeout_s + self._options.start_timeout_s,
-            provider=self._provider,
-            definition=str(context or ""),
-            title=context.parent.name if context else "longstride",
-            settings={name: value for name, value in settings.items() if value},
-            network=policy_of(hosts, is_public=request.has_network),
-        )
-        return HarborSandbox(self._process, request, started["sandbox"], started["folder"])
+        process = self._process
+        sandbox = secrets.token_hex(6)
+        arguments = {
+            "sandbox": sandbox,
+            "provider": self._provider,
+            "definition": str(context or ""),
+            "title": context.parent.name if context else "longstride",
+            "settings": {name: value for name, value in settings.items() if value},
+            "network": policy_of(hosts, is_public=request.has_network),
+        }
+        limit_s = self._options.containers.build_timeout_s + self._options.start_timeout_s
+        try:
+            folder = await process.call("start", limit_s, arguments)
+        except BaseException:
+            process.send("stop", {"sandbox": sandbox})  # The start may still continue.
+            raise
+        return HarborSandbox(process, request, sandbox, folder)
 
 
 def find_python(options: SandboxOptions) -> str:
@@ -181,20 +190,19 @@ class HarborProcess:
                 if not call.done():
                     call.set_result({"error": "the process of Harbor has ended"})
             self._calls.clear()
+            # A process whose answers cannot be read deletes its sandboxes.
+            if self._process.stdin is not None:
+                self._process.stdin.close()
 
-    async def call(self, name: str, timeout_s: float, **words: object) -> Any:
+    async def call(self, name: str, timeout_s: float, arguments: Mapping[str, object]) -> Any:
         """Return the result of a call. Raises: SandboxFailed."""
         assert self._process.stdin is not None
         if self.has_ended:
             raise SandboxFailed(f"{self._where}: the process of Harbor has ended")
-        number = next(self._numbers)
+        number = self.send(name, arguments)
         answer = asyncio.get_running_loop().create_future()
         self._calls[number] = answer
         try:
-            self._process.stdin.write(
-                json.dumps({"number": number, "call": name, **words}).encode()
-            )
-            self._process.stdin.write(b"\n")
             async with asyncio.timeout(timeout_s):
                 await self._process.stdin.drain()
                 reply = await answer
@@ -207,6 +215,14 @@ class HarborProcess:
         if "error" in reply:
             raise SandboxFailed(f"{self._where}: {reply['error']}")
         return reply["result"]
+
+    def send(self, name: str, arguments: Mapping[str, object]) -> int:
+        """Send a call, and return its number. Nothing waits for its answer."""
+        assert self._process.stdin is not None
+        number = next(self._numbers)
+        request = {"number": number, "call": name, "arguments": arguments}
+        self._process.stdin.write(f"{json.dumps(request)}\n".encode())
+        return number
 
     async def close(self) -> None:
         """End the process, which deletes its sandboxes."""
@@ -250,32 +266,35 @@ class HarborSandbox:
         del keeps_processes
         check_command(argv, folder, variables or {})
         if self._allowed is not None and self._allowed.hosts != self._hosts:
-            self._hosts = self._allowed.hosts
-            policy = policy_of(self._hosts, is_public=False)
-            await self._call("network", CALL_TIMEOUT_S, policy=policy)
+            hosts = self._allowed.hosts
+            policy = policy_of(hosts, is_public=False)
+            await self._call("network", CALL_TIMEOUT_S, {"policy": policy})
+            self._hosts = hosts
         # Without the mark, the provider did not start the command.
         mark = f"[{secrets.token_hex(8)}]"
         place = folder or self._folder
-        result = await self._call(
-            "exec",
-            timeout_s + 2 * GRACE_S,
-            command=f"{shlex.join(['sh', '-c', STARTER, 'sh', mark, place, *argv])} 2>&1",
-            variables=dict(variables or {}),
-            limit_s=timeout_s,
-            user=user,
-        )
+        command = f"{shlex.join(['sh', '-c', STARTER, 'sh', mark, place, *argv])} 2>&1"
+        check_words("command with its quotes", [command])
+        arguments = {
+            "command": command,
+            "variables": dict(variables or {}),
+            "limit_s": timeout_s,
+            "user": user,
+            "max_bytes": max_output_bytes + MARK_BYTES,
+        }
+        result = await self._call("exec", timeout_s + 2 * GRACE_S, arguments)
         is_late = result["code"] is None
-        before, found, output = result["output"].partition(mark)
+        before, found, begin = result["begin"].partition(mark)
         if not found and not is_late:
             raise SandboxFailed(f"the sandbox starts no command: {before.strip()[-300:]}")
-        if result["code"] == NO_FOLDER and not output:
+        if result["code"] == NO_FOLDER and not begin:
             raise RefusedBySandbox(f"the folder {place} cannot be entered")
-        content = output.encode()
+        num_bytes = max(0, result["num_bytes"] - len((before + mark).encode()))
         return CommandResult(
             exit_code=-9 if is_late else result["code"],
             ended_by=CommandEnd.TIMEOUT if is_late else CommandEnd.EXIT,
-            output=_shortened(content, max_output_bytes),
-            num_bytes=len(content),
+            output=_shortened(begin.encode(), result["end"].encode(), num_bytes, max_output_bytes),
+            num_bytes=num_bytes,
             seconds=result["seconds"],
         )
 
@@ -288,56 +307,75 @@ class HarborSandbox:
         paths = [posixpath.join(self._folder, file.path) for file in files]
         for path in paths:
             check_words("path", [path])
-        await self._as_root(["sh", "-c", FOLDER_MAKER, "sh", *paths])
+        folders = dict.fromkeys(map(posixpath.dirname, paths))
+        await self._change(["mkdir", "-p", "--", *folders])
         for path, file in zip(paths, files, strict=True):
             content = base64.b64encode(file.content).decode()
-            await self._call("write", CALL_TIMEOUT_S, path=path, content=content)
-            await self._as_root(["chmod", f"{file.mode:o}", path])
+            await self._call("write", CALL_TIMEOUT_S, {"path": path, "content": content})
+            await self._change(["chmod", f"{file.mode:o}", path])
 
-    async def _as_root(self, argv: Sequence[str]) -> None:
-        """Run a command of the environment itself. Raises: RefusedBySandbox: it failed."""
-        made = await self.exec(
-            argv, timeout_s=GRACE_S, max_output_bytes=4096, folder="/", user=ROOT
-        )
+    async def _change(self, argv: Sequence[str]) -> None:
+        """Run a command of the environment itself. Raises: RefusedBySandbox, SandboxFailed."""
+        made = await self._as_root(argv, max_output_bytes=4096)
         if not made.is_ok:
             raise RefusedBySandbox(f"{argv[-1]}: {made.text.strip()[-300:]}")
+
+    async def _as_root(self, argv: Sequence[str], *, max_output_bytes: int) -> CommandResult:
+        """Return the result of a command of the environment itself.
+
+        Raises: SandboxFailed: it took too long.
+        """
+        result = await self.exec(
+            argv, timeout_s=GRACE_S, max_output_bytes=max_output_bytes, folder="/", user=ROOT
+        )
+        if result.ended_by is not CommandEnd.EXIT:
+            raise SandboxFailed(f"{argv[0]} took over {GRACE_S:g} s in the sandbox")
+        return result
 
     async def read(self, path: str, *, max_bytes: int) -> bytes:
         """Return a regular file; see `Sandbox.read`."""
         check_words("path", [path])
         path = posixpath.join(self._folder, path)
-        argv = ["sh", "-c", f"{READER} | wc -c", "sh", path, str(max_bytes + 1)]
-        result = await self.exec(
-            argv, timeout_s=GRACE_S, max_output_bytes=4096, folder="/", user=ROOT
-        )
+        # A download could write a link, which leads to a file of this machine.
+        argv = ["sh", "-c", f"{READER} | base64", "sh", path, str(max_bytes + 1)]
+        result = await self._as_root(argv, max_output_bytes=2 * max_bytes + 4096)
         if result.exit_code == ABSENT:
-            raise RefusedBySandbox(f"{path}: No such file or directory")
+            raise RefusedBySandbox(f"{path}: {os.strerror(errno.ENOENT)}")
         if result.exit_code == IRREGULAR:
             raise RefusedBySandbox(f"{path}: not a regular file")
+        text = result.text.strip()
         if not result.is_ok:
-            raise RefusedBySandbox(f"{path}: {result.text.strip()[-300:]}")
-        if int(result.text) > max_bytes:
+            raise RefusedBySandbox(f"{path}: {text[-300:]}")
+        try:
+            content = base64.b64decode("".join(text.split()), validate=True)
+        except ValueError as error:
+            raise RefusedBySandbox(f"{path}: {text[-300:]}") from error
+        if len(content) > max_bytes:
             raise RefusedBySandbox(f"{path}: it has more than {max_bytes} bytes")
-        return base64.b64decode(await self._call("read", CALL_TIMEOUT_S, path=path))
+        return content
 
     async def kill(self) -> None:
         """End all processes of the sandbox but its first one; its files remain."""
-        await self._call("clear", CALL_TIMEOUT_S)
+        await self._call("clear", CALL_TIMEOUT_S, {})
 
     async def delete(self) -> None:
         """Delete the sandbox. The end of the process deletes one that remains."""
         try:
-            await self._call("stop", CALL_TIMEOUT_S)
+            await self._call("stop", CALL_TIMEOUT_S, {})
         except SandboxFailed as error:
             logger.warning("a sandbox of harbor remains reason=%s", error)
 
-    async def _call(self, name: str, timeout_s: float, **words: object) -> Any:
-        return await self._process.call(name, timeout_s, sandbox=self._sandbox, **words)
+    async def _call(self, name: str, timeout_s: float, arguments: Mapping[str, object]) -> Any:
+        return await self._process.call(name, timeout_s, {"sandbox": self._sandbox, **arguments})
 
 
-def _shortened(content: bytes, max_bytes: int) -> bytes:
-    """Return the begin and the end of an output, with a note between them."""
-    if len(content) <= max_bytes:
-        return content
+def _shortened(begin: bytes, end: bytes, num_bytes: int, max_bytes: int) -> bytes:
+    """Return the begin and the end of an output, with a note between them.
+
+    Args:
+        end: empty if `begin` is the whole output.
+    """
+    if num_bytes <= max_bytes and not end:
+        return begin
     half = max_bytes // 2
-    return content[:half] + TRUNCATED % (len(content) - 2 * half) + content[-half:]
+    return begin[:half] + TRUNCATED % (num_bytes - 2 * half) + (end or begin)[-half:]

@@ -1,7 +1,7 @@
 """Runs sandboxes of Harbor with its own interpreter; envhub/sandbox/harbor.py starts it.
 
-Both directions use lines of JSON. A request has `number` and `call`, and its answer has the same
-number with `result` or `error`. The end of the input deletes all sandboxes.
+Both directions use lines of JSON. A request has `number`, `call` and `arguments`. Its answer has
+the same number with `result` or `error`. The end of the input deletes all sandboxes.
 """
 # pyright: reportMissingImports=false, reportUnknownVariableType=false
 
@@ -14,7 +14,6 @@ import os
 import sys
 import tempfile
 import time
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from harbor.models.trial.paths import TrialPaths
 
 MAX_LINE_BYTES = 256 << 20
 GRACE_S = 60.0
-CLEAR_TIMEOUT_S = 60
+CLEAR_TIMEOUT_S = 50
 
 
 class Server:
@@ -33,6 +32,7 @@ class Server:
 
     def __init__(self) -> None:
         self._environments: dict[str, Any] = {}
+        self._starts: dict[str, asyncio.Task[Any]] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="longstride-harbor-")
 
     async def probe(self, provider: str) -> None:
@@ -44,15 +44,15 @@ class Server:
 
     async def start(
         self,
+        sandbox: str,
         provider: str,
         definition: str,
         title: str,
         settings: dict[str, Any],
         network: dict[str, Any],
-    ) -> dict[str, str]:
-        """Start a sandbox, and return its id and the folder in which its commands start."""
-        number = uuid.uuid4().hex[:12]
-        folder = Path(self._folder.name) / number
+    ) -> str:
+        """Start a sandbox, and return the folder in which its commands start."""
+        folder = Path(self._folder.name) / sandbox
         empty = folder / "environment"
         empty.mkdir(parents=True)
         paths = TrialPaths(trial_dir=folder / "trial")
@@ -61,26 +61,41 @@ class Server:
             type=EnvironmentType(provider),
             environment_dir=Path(definition) if definition else empty,
             environment_name=title,
-            session_id=f"longstride-{number}",
+            session_id=f"longstride-{sandbox}",
             trial_paths=paths,
             task_env_config=EnvironmentConfig(**settings),
             network_policy=NetworkPolicy(**network),
         )
-        self._environments[number] = environment
+        self._environments[sandbox] = environment
+        task = asyncio.current_task()
+        assert task is not None
+        self._starts[sandbox] = task
         try:
             await environment.start(force_build=False)
             place = (await environment.exec("pwd")).stdout or "/"
         except BaseException:
-            await self.stop(number)
+            self._starts.pop(sandbox, None)  # A later `stop` does not interrupt the deletion.
+            await self.stop(sandbox)
             raise
-        return {"sandbox": number, "folder": settings.get("workdir") or place.strip()}
+        self._starts.pop(sandbox, None)
+        return settings.get("workdir") or place.strip()
 
     async def exec(
-        self, sandbox: str, command: str, variables: dict[str, str], limit_s: float, user: str
+        self,
+        sandbox: str,
+        command: str,
+        variables: dict[str, str],
+        limit_s: float,
+        user: str,
+        max_bytes: int,
     ) -> dict[str, Any]:
-        """Run a command; `code` is None if it took too long, and then all processes have ended."""
+        """Run a command; `code` is None if it took too long, and then all processes have ended.
+
+        An output above `max_bytes` has a begin and an end.
+        """
         environment = self._environments[sandbox]
         began_s = time.monotonic()
+        code, output = None, b""
         try:
             async with asyncio.timeout(limit_s + GRACE_S):
                 result = await environment.exec(
@@ -89,21 +104,35 @@ class Server:
                     timeout_sec=math.ceil(limit_s),
                     user=(int(user) if user.isdigit() else user) if user else None,
                 )
+            code = result.return_code
+            output = ((result.stdout or "") + (result.stderr or "")).encode()
         except Exception:  # Each provider has an error of its own for a time limit.
             if time.monotonic() - began_s < limit_s:
                 raise
             await self.clear(sandbox)
-            return {"code": None, "output": "", "seconds": time.monotonic() - began_s}
-        output = (result.stdout or "") + (result.stderr or "")
-        seconds = time.monotonic() - began_s
-        return {"code": result.return_code, "output": output, "seconds": seconds}
+        is_long = len(output) > max_bytes
+        half = max_bytes // 2
+        return {
+            "code": code,
+            "begin": (output[:half] if is_long else output).decode(errors="replace"),
+            "end": output[-half:].decode(errors="replace") if is_long else "",
+            "num_bytes": len(output),
+            "seconds": time.monotonic() - began_s,
+        }
 
     async def clear(self, sandbox: str) -> None:
-        """End all processes of a sandbox but its first one."""
+        """End all processes of a sandbox but its first one.
+
+        Raises an error if it does not answer then: a lost sandbox is no command over its time.
+        """
+        environment = self._environments[sandbox]
         with contextlib.suppress(Exception):  # The command ends its own shell, too.
-            await self._environments[sandbox].exec(
-                "kill -9 -1", timeout_sec=CLEAR_TIMEOUT_S, user="root"
-            )
+            async with asyncio.timeout(CLEAR_TIMEOUT_S):
+                await environment.exec("kill -9 -1", timeout_sec=CLEAR_TIMEOUT_S, user="root")
+        async with asyncio.timeout(CLEAR_TIMEOUT_S):
+            probe = await environment.exec("true", timeout_sec=CLEAR_TIMEOUT_S, user="root")
+        if probe.return_code != 0:
+            raise RuntimeError(f"the sandbox runs no command: {probe.stderr or probe.stdout}")
 
     async def write(self, sandbox: str, path: str, content: str) -> None:
         """Write a file; its folder exists."""
@@ -112,19 +141,15 @@ class Server:
             file.flush()
             await self._environments[sandbox].upload_file(file.name, path)
 
-    async def read(self, sandbox: str, path: str) -> str:
-        """Return a file's content."""
-        with tempfile.TemporaryDirectory(dir=self._folder.name) as folder:
-            target = Path(folder) / "file"
-            await self._environments[sandbox].download_file(path, target)
-            return base64.b64encode(target.read_bytes()).decode()
-
     async def network(self, sandbox: str, policy: dict[str, Any]) -> None:
         """Replace the network of a sandbox."""
         await self._environments[sandbox].set_network_policy(NetworkPolicy(**policy))
 
     async def stop(self, sandbox: str) -> None:
-        """Delete a sandbox."""
+        """Delete a sandbox, also one that starts."""
+        if (start := self._starts.pop(sandbox, None)) is not None:
+            start.cancel()  # It deletes what it has made.
+            return
         environment = self._environments.pop(sandbox, None)
         if environment is not None:
             await environment.stop(delete=True)
@@ -138,9 +163,9 @@ class Server:
 
 async def answer(server: Server, request: dict[str, Any], out: Any) -> None:
     """Perform a request and write its answer."""
-    reply: dict[str, Any] = {"number": request.pop("number")}
+    reply: dict[str, Any] = {"number": request["number"]}
     try:
-        reply["result"] = await getattr(server, request.pop("call"))(**request)
+        reply["result"] = await getattr(server, request["call"])(**request["arguments"])
     # The client reports it. The package ends the process for a missing key.
     except (Exception, SystemExit) as error:  # noqa: BLE001
         name = "" if isinstance(error, SystemExit | ValueError) else f"{type(error).__name__}: "
