@@ -41,7 +41,7 @@ BINDER = """
 import os, socket, subprocess, sys
 channel = socket.socket(fileno=int(sys.argv[1]))
 dns, tcp, rules, outside = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
-with open("/proc/self/net/route") as file:
+with open("/proc/self/net/route", encoding="ascii") as file:
     num_routes = len(file.readlines()) - 1
 if os.stat("/proc/self/ns/net").st_ino == outside or num_routes > 0:
     sys.exit("the process is not of a container without a network, or of another machine")

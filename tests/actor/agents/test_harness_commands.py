@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +22,15 @@ from actor.agents.harnesses import (
     harness_of,
     script_of,
 )
-from actor.agents.installation import HarnessPackage, copy_python, find_python, install, python_of
-from common.config.actor import ActorSection, AgentLifetime
+from actor.agents.installation import (
+    HarnessPackage,
+    copy_python,
+    find_python,
+    folder_of,
+    install,
+    python_of,
+)
+from common.config.actor import ActorSection, AgentLifetime, AgentServerOptions
 from common.config.load import load_config
 from common.errors import ConfigError
 
@@ -148,6 +156,40 @@ def test_missing_npm_is_named_with_its_remedy(
     monkeypatch.setenv("PATH", f"{tmp_path}")
     with pytest.raises(ConfigError, match=r"actor\.agent=codex: npm is missing; install Node 20"):
         install(CODEX, tmp_path)
+
+
+def test_endpoint_with_a_certificate_is_refused_by_its_key() -> None:
+    agents = AgentServerOptions(tls_certificate="a.pem", tls_key="a.key")
+    cfg = ActorSection(endpoint=True, agent=["codex"], agents=agents)
+    with pytest.raises(ConfigError, match=r"actor\.agents\.tls_certificate=a\.pem: must be empty"):
+        command_of(cfg)
+
+
+@pytest.mark.slow
+def test_actors_that_start_together_install_a_harness_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    npm = tmp_path / "npm"
+    npm.write_text('#!/bin/sh\necho run >> "$LOG"\nsleep 0.5\n: > "$6/new"\n', encoding="utf-8")
+    npm.chmod(0o755)
+    monkeypatch.setenv("LOG", f"{tmp_path}/log")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{PATH}")
+    root = tmp_path / "harnesses"
+    left = folder_of(CODEX, root) / "left"
+    earlier = os.umask(0o077)
+    try:
+        left.parent.mkdir(parents=True)
+        left.write_text("of an interrupted installation", encoding="utf-8")
+        with ThreadPoolExecutor(3) as pool:
+            folders = {*pool.map(lambda _: install(CODEX, root), range(3))}
+    finally:
+        os.umask(earlier)
+    assert folders == {left.parent}
+    assert (tmp_path / "log").read_text(encoding="utf-8") == "run\n"
+    assert {path.name for path in left.parent.iterdir()} == {"new", "installed"}
+    # The user of a sandbox reads it.
+    for path in (root, root / "sockets", left.parent, left.parent / "new"):
+        assert path.stat().st_mode & 0o044 == 0o044
 
 
 def test_folder_that_others_can_change_is_refused_by_its_key(tmp_path: Path) -> None:
