@@ -131,8 +131,9 @@ class Hubs:
                 logger.warning("still waiting for a session env=%s reason=%s", env, error)
 
     async def _open_once(self, env: str, item_id: str, *, seed: int) -> HubSession:
-        """Try each hub once; see `open`. Raises: HubFull: the last hub had no free session."""
+        """Try each hub once; see `open`. Raises: HubFull: a hub had no free session."""
         failure = EnvError(f"no hub serves {env}")
+        full: HubFull | None = None
         for place in self._in_order(env):
             try:
                 environments = await self._connect(place)
@@ -140,7 +141,9 @@ class Hubs:
                 session = await environments.open(env, item_id, seed=seed)
                 self._pauses.pop(env, None)
                 return session
-            except (HubFull, EnvPaused) as error:
+            except HubFull as error:
+                full = error
+            except EnvPaused as error:
                 failure = error
             except HubLost as error:
                 failure = error
@@ -151,6 +154,8 @@ class Hubs:
                 logger.warning(
                     "failed to open session url=%s env=%s reason=%s", place.url, env, error
                 )
+        if full is not None:  # It works, also if the others do not.
+            raise full
         if isinstance(failure, EnvPaused):
             self.pause(env, failure)
         raise failure

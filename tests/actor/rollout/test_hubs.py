@@ -87,6 +87,17 @@ def test_full_hub_is_waited_for_beyond_one_request() -> None:
     assert hub.num_full == 0
 
 
+def test_full_hub_is_waited_for_beside_a_broken_one() -> None:
+    full, broken = ToyHub(num_full=25), ToyHub(is_broken=True)
+
+    async def law(hubs: Hubs) -> None:
+        assert await open_many(hubs, 1) == ["begin a-test-0"]
+
+    with serve(full.app()) as a, serve(broken.app()) as b:
+        play([place(a), place(b)], law, answer_s=0.5)
+    assert full.num_full == 0
+
+
 def test_actor_follows_a_moved_hub() -> None:
     before, after = ToyHub(), ToyHub()
 
