@@ -298,6 +298,8 @@ class ContainerGroup:
         """Return the arguments of all containers."""
         driver = LOGS_DRIVERS[self.engine.name]
         words = ["--label", f"{LABEL}={owner_text()}", "--stop-timeout", "0"]
+        # Podman would copy the variables of the hub's proxy, whose address can have a password.
+        words += ["--http-proxy=false"] if self.engine.name == "podman" else []
         return [*words, "--log-driver", driver, "--log-opt", f"max-size={MAX_LOG}"]
 
     def arguments(self, spec: ContainerSpec) -> list[str]:

@@ -133,8 +133,8 @@ def test_command_over_its_time_in_a_lost_sandbox_is_a_failure(
             sandbox = await create(sandboxes, tmp_path)
             late = await sandbox.exec(["sleep", "9"], timeout_s=1.0, max_output_bytes=9)
             assert late.ended_by is CommandEnd.TIMEOUT
+            argv = ["sh", "-c", "sleep 9 # lose"]
             with pytest.raises(SandboxFailed, match="no answer"):
-                argv = ["sh", "-c", "sleep 9 # lose"]
                 await sandbox.exec(argv, timeout_s=1.0, max_output_bytes=9)
 
     asyncio.run(work())

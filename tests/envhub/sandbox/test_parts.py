@@ -174,6 +174,15 @@ def test_container_of_a_task_is_as_its_author_made_it() -> None:
     assert words[-5:] == ["--entrypoint", "/start", "sha256:1", "serve", "-p 80"]
 
 
+@pytest.mark.parametrize(("engine", "is_asked"), [("podman", True), ("docker", False)])
+def test_container_gets_no_proxy_of_the_hub(engine: str, is_asked: bool) -> None:
+    containers = replace(
+        group(SandboxRequest(has_network=True), ContainerSpec(), is_closed=False),
+        engine=ContainerEngine(engine),
+    )
+    assert ("--http-proxy=false" in containers.arguments(containers.main)) is is_asked
+
+
 def test_services_share_the_network_of_one_container() -> None:
     first = ContainerSpec(name="api", after={"db": ServiceState.HEALTHY})
     second = ContainerSpec(name="db")
