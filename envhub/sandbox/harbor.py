@@ -49,7 +49,7 @@ SERVER = Path(__file__).parent / "harbor_process.py"
 MAX_LINE_BYTES = 256 << 20
 PROBE_TIMEOUT_S = 120.0
 CALL_TIMEOUT_S = 600.0
-MARK_BYTES = 1024  # Of an output, beyond the limit: the mark, and what a shell prints before it.
+MARK_BYTES = 1024  # Room for the mark, and for the text of a shell before it.
 
 
 class HarborSandboxes:

@@ -148,7 +148,7 @@ class Server:
     async def stop(self, sandbox: str) -> None:
         """Delete a sandbox, also one that starts."""
         if (start := self._starts.pop(sandbox, None)) is not None:
-            start.cancel()  # It deletes what it has made.
+            start.cancel()  # It deletes its own sandbox.
             return
         environment = self._environments.pop(sandbox, None)
         if environment is not None:
