@@ -379,6 +379,7 @@ class Passes:
                 trunk,
                 self.device,
                 vocab_size=vocab_size,
+                shares_prefix=self._cfg.shared_prefix,
                 is_packed=self.is_packed,
                 is_bf16=scoring.autocast,
             )
