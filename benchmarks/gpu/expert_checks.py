@@ -72,13 +72,12 @@ def make_mixture(device: torch.device, sizes: dict[str, int]) -> PreTrainedModel
         vocab_size=512,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
         intermediate_size=128,
         num_experts=16,
         num_experts_per_tok=4,
         norm_topk_prob=True,
         tie_word_embeddings=False,
-        **cast(Any, sizes),
+        **cast(Any, {"head_dim": 32, **sizes}),
     )
     config._attn_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -127,7 +126,7 @@ def _be_rank(rank: int, num_ranks: int, device_type: str, folder: str) -> None:
     device = torch.device(device_type, rank) if is_cuda else torch.device("cpu")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
-        store=dist.FileStore(f"{folder}/store", num_ranks),
+        store=cast(Any, dist).FileStore(f"{folder}/store", num_ranks),
         rank=rank,
         world_size=num_ranks,
         timeout=TIMEOUT,

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from common.config.algorithm import AlgorithmSection
 from common.config.groups import GroupsSection
 from common.forks import shared_digest
 from common.wire.messages import Trajectory
@@ -31,7 +32,7 @@ from learner.algorithms.interface import GroupAdvantages
 if TYPE_CHECKING:
     from torch import Tensor
 
-OfGroup = Callable[["Tensor", Sequence[Trajectory]], GroupAdvantages]
+OfGroup = Callable[["Tensor", Sequence[Trajectory], AlgorithmSection], GroupAdvantages]
 
 
 def formula(groups: GroupsSection) -> str:
@@ -60,7 +61,7 @@ def trees_of(members: Sequence[Trajectory]) -> list[list[int]]:
 
 
 def with_trees(
-    members: Sequence[Trajectory], rewards: Tensor, of_group: OfGroup
+    members: Sequence[Trajectory], rewards: Tensor, algorithm: AlgorithmSection, of_group: OfGroup
 ) -> GroupAdvantages:
     """Return the advantages of a group's members and of their turns.
 
@@ -68,7 +69,7 @@ def with_trees(
         rewards: [member], the credit of each episode.
         of_group: the estimator of a group.
     """
-    advantages, turns = of_group(rewards, members)
+    advantages, turns = of_group(rewards, members, algorithm)
     trees = trees_of(members)
     if not trees:
         return advantages, turns
@@ -79,7 +80,7 @@ def with_trees(
     ]
     for tree in trees:
         if len(tree) < len(members):
-            own, own_turns = of_group(rewards[tree], [members[index] for index in tree])
+            own, own_turns = of_group(rewards[tree], [members[index] for index in tree], algorithm)
             for place, index in enumerate(tree):
                 advantages[index] += own[place]
                 if own_turns is not None:

@@ -9,7 +9,6 @@ advantages, after the critic has scored the batch.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -70,8 +69,7 @@ def samples_of(
             means = baseline or RunningBaseline()
             advantages, turns = running_advantages(rewards, members, algorithm, means)
         elif estimator.of_group is not None:
-            of_group = partial(estimator.of_group, cfg=algorithm)
-            advantages, turns = with_trees(members, rewards, of_group)
+            advantages, turns = with_trees(members, rewards, algorithm, estimator.of_group)
         samples += [
             Sample(trajectory=trajectory, advantage=float(advantage), turn_advantages=of_turns)
             for trajectory, advantage, of_turns in zip(

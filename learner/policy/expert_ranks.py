@@ -151,7 +151,8 @@ class ExpertRanks:
             experts = _DividedExperts(
                 self, module, num_experts=num_experts, kept=kept, adapters=layers
             )
-            module.forward = experts.forward
+            # The numbers of rows differ in each call.
+            module.forward = torch.compiler.disable(experts.forward)
         return divided
 
     def _share_of(self, weight: nn.Parameter) -> nn.Parameter:
@@ -224,7 +225,6 @@ class _DividedExperts:
         self._num_local = num_experts // ranks.size
         self._compute = module.forward
 
-    @torch.compiler.disable  # The numbers of rows differ in each call.
     def forward(self, states: Tensor, choices: Tensor, gates: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts, in the shape of `states`.
 

@@ -410,7 +410,7 @@ def _one_by_one(
     """Return attention [1, seq, head, size] of sequences that share no rows."""
     parts = zip(*(each.split(lengths, 2) for each in (query, key, value)), strict=True)
     with sdpa_kernel(SDPA_BACKENDS):
-        outputs = [out for each in parts for out in _one_fused(*each, scaling, window)]
+        outputs = [out for q, k, v in parts for out in _one_fused(q, k, v, scaling, window)]
     return torch.cat(outputs, 2).transpose(1, 2).contiguous()  # Some families view the result.
 
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -93,7 +93,7 @@ def count_calls(model: Qwen3ForCausalLM) -> list[int]:
     """Return a list that receives the rows of each call of a feed-forward part's last product."""
     calls: list[int] = []
     for layer in model.model.layers:
-        layer.mlp.down_proj.register_forward_pre_hook(
+        cast(Any, layer.mlp).down_proj.register_forward_pre_hook(
             lambda _, args: calls.append(args[0].shape[-2])
         )
     return calls
@@ -121,7 +121,7 @@ def test_frozen_layers_in_chunks_have_no_gradient() -> None:
     for chunk in (0, 8):
         model = make_model(num_layers=3)
         model.requires_grad_(False)
-        trained = model.model.layers[2].self_attn.q_proj.weight.requires_grad_()
+        trained = cast(Any, model.model.layers[2].self_attn).q_proj.weight.requires_grad_()
         use_activations(model, Activations.RECOMPUTE, StoredLayers(0, False), chunk)
         model.model(input_ids=torch.arange(30)[None]).last_hidden_state.square().sum().backward()
         assert trained.grad is not None
@@ -162,7 +162,6 @@ def test_layer_within_a_layer_is_no_layer_of_its_own() -> None:
         num_attention_heads=4,
         mamba_d_state=8,
         n_mamba_heads=4,
-        mamba_headdim=16,
         num_mem_blocks=1,
         use_mem_rope=True,
     )

@@ -221,7 +221,7 @@ def test_version_and_checkpoint_have_the_adapters_only(tmp_path: Path) -> None:
     again, _ = load_start(cfg, folder, CPU)
     restored, version = make_trainer(cfg, again, folder)
     assert version == 2
-    sequence = [list(np.arange(20) % VOCAB)]
+    sequence = [(np.arange(20) % VOCAB).tolist()]
     assert restored.score(sequence) == trainer.score(sequence)
     # The merged policy has the dequantised base and the adapters.
     plain = replace(cfg, model=replace(cfg.model, base=BaseFormat.FULL))

@@ -209,7 +209,8 @@ def check_equal(found: Outcome, expected: Outcome) -> None:
         for index, values in theirs.items():
             torch.testing.assert_close(ours[index], values, atol=LIMIT, rtol=LIMIT)
     for ours, theirs in zip(found.batch.samples, expected.batch.samples, strict=True):
-        if theirs.value_targets is not None:
+        assert (ours.value_targets is None) == (theirs.value_targets is None)
+        if ours.value_targets is not None and theirs.value_targets is not None:
             np.testing.assert_allclose(ours.value_targets, theirs.value_targets, atol=LIMIT)
 
 
