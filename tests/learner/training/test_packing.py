@@ -127,6 +127,7 @@ def computed(
     return batch, found, torch.cat(parts)
 
 
+COMPUTED = "train/num_computed_tokens"
 ALSO_BY_PRODUCTS = ("by token", "gspo")
 
 
@@ -158,7 +159,8 @@ def test_packed_sequences_have_the_padded_loss_and_gradient(
         assert gradient.norm() > 1e-3
         for packed_batch, packed, packed_gradient in others:
             assert (packed_gradient - gradient).norm() / gradient.norm() < 1e-6
-            for metric, value in expected.sums.items():
+            assert packed.sums[COMPUTED] <= expected.sums[COMPUTED]  # Rows share common tokens.
+            for metric, value in (expected.sums | {COMPUTED: packed.sums[COMPUTED]}).items():
                 assert packed.sums[metric] == pytest.approx(value, rel=1e-6, abs=1e-6), metric
             for index, logprobs in expected.logprobs.items():
                 torch.testing.assert_close(packed.logprobs[index], logprobs, atol=2e-6, rtol=1e-6)
