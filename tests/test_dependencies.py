@@ -33,7 +33,8 @@ BY_NAME = {
     "trl": "its chat templates are found by find_spec",
     "websockets": "uvicorn's WebSockets",
 }
-THEIRS = "envhub/interop/verifiers_process/"  # runs with an interpreter of verifiers' own
+# These run with the interpreter of the other package.
+THEIRS = ("envhub/interop/verifiers_process/", "envhub/sandbox/harbor_process.py")
 LOCKS = ("requirements-cpu.lock", "requirements-gpu.lock")
 
 project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

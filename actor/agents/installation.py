@@ -100,7 +100,7 @@ def install(package: HarnessPackage, root: Path) -> Path:
         return folder
     if package.is_npm and shutil.which("npm") is None:
         raise ConfigError(f"actor.agent={package.name}: npm is missing; install Node 20 or newer")
-    with (root / f"{folder.name}.lock").open("w") as lock:
+    with (root / f"{folder.name}.lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # Another actor may install it now.
         if not (folder / WHOLE).exists():
             _install(package, folder)

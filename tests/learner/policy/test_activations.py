@@ -276,7 +276,7 @@ def test_long_row_takes_the_planned_memory(
         # The allocator returns each block of a mebibyte to the system at once.
         env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         check=False,
     )
     assert done.returncode == 0, done.stderr
