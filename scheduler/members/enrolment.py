@@ -38,7 +38,7 @@ _SAMPLING_AND_TRAINING = (
     "log",
 )
 SECTIONS = {  # Sections of the configuration that each role needs.
-    "actor": _SAMPLING_AND_TRAINING,
+    "actor": (*_SAMPLING_AND_TRAINING, "groups"),
     "envhub": ("run", "tasks", "groups", "scheduler", "actor", "envhub", "env", "envs", "log"),
     "learner": _SAMPLING_AND_TRAINING,
 }
