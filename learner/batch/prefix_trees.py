@@ -90,8 +90,10 @@ def cut(lengths: Sequence[int], shared: Sequence[int], *, max_tokens: int) -> li
     Args:
         lengths, shared: tokens of each row, and those that it shares with the row before.
     """
-    ends = [index for index, num in enumerate(shared) if index and not num]
     pieces: list[range] = []
+    if not lengths:
+        return pieces
+    ends = [index for index, num in enumerate(shared) if index and not num]
     first = 0
     for end in [*ends, len(lengths)]:
         of_tree = np.asarray(lengths[first:end]), np.asarray(shared[first:end])

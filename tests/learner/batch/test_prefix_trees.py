@@ -99,6 +99,10 @@ def test_unlike_tokens_cannot_be_shared() -> None:
         collate_tokens(ids, masks, device="cpu", is_packed=True, shared=[0, 2])
 
 
+def test_no_rows_make_no_pieces() -> None:
+    assert cut([], [], max_tokens=10) == []
+
+
 def test_cut_is_made_where_the_rows_share_least() -> None:
     lengths, shared = [20, 20, 20, 20], [0, 15, 5, 15]
     assert cut(lengths, shared, max_tokens=44) == [range(2), range(2, 4)]

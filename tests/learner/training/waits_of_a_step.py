@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -62,20 +62,22 @@ CASES = {
 }
 
 
-def varlen(
+def attended(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     cu_seq_q: OnDevice,
     cu_seq_k: OnDevice,
-    max_q: int,
-    max_k: int,
     *,
     scale: float,
     window_size: tuple[int, int],
-) -> Tensor:
-    """Compute attention of packed sequences as the kernel of CUDA does, which reads no bounds."""
+) -> tuple[Tensor, Tensor]:
+    """Return attention of packed sequences and its logarithms [head, query] of sums.
+
+    It reads no bounds of lengths, as the kernel of CUDA.
+    """
     parts: list[Tensor] = []
+    sums: list[Tensor] = []
     rows = zip(pairwise(cu_seq_q.inner.tolist()), pairwise(cu_seq_k.inner.tolist()), strict=True)
     for (first, end), (k_first, k_end) in rows:
         if first == end:
@@ -89,7 +91,35 @@ def varlen(
             pattern = pattern + hidden.tril(own_key - window_size[0] - 1)
         scores = q @ k.transpose(1, 2) * scale + pattern
         parts.append((scores.softmax(-1) @ v).transpose(0, 1))
-    return torch.cat(parts)
+        sums.append(scores.logsumexp(-1))
+    return torch.cat(parts), torch.cat(sums, 1)
+
+
+def varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: OnDevice,
+    cu_seq_k: OnDevice,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+) -> Tensor:
+    """Compute attention of sequences that share no rows."""
+    bounds = cu_seq_q, cu_seq_k
+    return attended(query, key, value, *bounds, scale=scale, window_size=window_size)[0]
+
+
+def flash_forward(
+    query: Tensor, key: Tensor, value: Tensor, call: flash.FlashCall
+) -> tuple[Tensor, ...]:
+    """Compute attention of sequences that share rows. It has no gradient."""
+    starts, key_starts = (cast(OnDevice, each) for each in call.bounds[:2])
+    return attended(
+        query, key, value, starts, key_starts, scale=call.scaling, window_size=call.span
+    )
 
 
 def on_device(model: Any) -> Any:
@@ -177,6 +207,7 @@ def main(names: Sequence[str]) -> None:
     flash._device_problem = lambda device: ""  # pyright: ignore
     flash.DTYPES = (torch.float32,)  # pyright: ignore
     flash.varlen_attn = varlen  # pyright: ignore
+    flash.flash_forward = flash_forward
     found: dict[str, Any] = {
         name: [waits_of(case, each, version=2) for each in BUDGETS]
         for name, case in CASES.items()
