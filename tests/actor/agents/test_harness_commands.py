@@ -117,7 +117,7 @@ def test_harness_without_its_python_is_refused_with_the_versions(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("node") is None, reason="#55: the relay needs Node")
+@pytest.mark.skipif(shutil.which("node") is None, reason="the relay needs Node")
 def test_relay_of_node_forwards_connections_and_the_exit_code(tmp_path: Path) -> None:
     place = f"{tmp_path}/policy"
     with socket.create_server(("127.0.0.1", 0)) as free:
