@@ -39,5 +39,5 @@ async def measure(episodes: dict[str, Rows]) -> dict[str, int]:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    given = json.loads((folder / "rows.json").read_text(encoding="utf-8"))
-    write_atomically(folder / "prefixes.json", json.dumps(asyncio.run(measure(given))))
+    rows = json.loads((folder / "rows.json").read_text(encoding="utf-8"))
+    write_atomically(folder / "prefixes.json", json.dumps(asyncio.run(measure(rows))))

@@ -140,9 +140,9 @@ def check_prefix_trees(bench: DeviceBench) -> None:
                 is_packed=True,
                 shares_prefix=is_shared,
             ):
-                found = token_logprobs(model, micro.tokens, scoring)
-                found.sum().backward()
-                parts |= by_sample(micro, found)
+                logprobs = token_logprobs(model, micro.tokens, scoring)
+                logprobs.sum().backward()
+                parts |= by_sample(micro, logprobs)
             scores.append(in_order(parts, sorted(parts)).float())
             of_weights = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
             gradients.append(torch.cat(of_weights).float())

@@ -149,8 +149,8 @@ def _measure(mesh: DeviceMesh, experts: DeviceMesh | None, device: torch.device)
     run, network = _passes(mesh, experts, device, Precision.FP32)
     with CommunicatedBytes(mesh.size()) as counted:
         run()
-    found = [whole(each.grad) for each in network.parameters() if each.grad is not None]
-    gradient = torch.cat([each.flatten().cpu().double() for each in found])
+    gradients = [whole(each.grad) for each in network.parameters() if each.grad is not None]
+    gradient = torch.cat([each.flatten().cpu().double() for each in gradients])
     if is_cuda:
         run, network = _passes(mesh, experts, device, Precision.BF16)
     seconds = alternate({"": run}, num_rounds=3, clock=clock_of(device))[""]

@@ -181,12 +181,12 @@ def add_hits(suite: Suite, folder: Path) -> None:
     argv = ["-m", "benchmarks.actor.prefix_cache", str(folder)]
     with child("prefix cache", argv, log=folder / "prefixes.log", env=ONE_THREAD) as engine:
         await_success(engine, timeout_s=ENGINE_S)
-    found = json.loads((folder / "prefixes.json").read_text(encoding="utf-8"))
+    cached = json.loads((folder / "prefixes.json").read_text(encoding="utf-8"))
     for name, episode in shapes.items():
         num_prompt = sum(len(row.context) for row in episode)
         most = num_known(episode) / num_prompt
         note = f"{most:.3f} of the tokens begin an earlier row, too"
-        suite.figure(f"{name}: prompt tokens from the cache", found[name] / num_prompt, "", note)
+        suite.figure(f"{name}: prompt tokens from the cache", cached[name] / num_prompt, "", note)
 
 
 def num_known(episode: Sequence[BranchingRow]) -> int:

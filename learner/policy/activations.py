@@ -87,15 +87,17 @@ def _recomputed(inputs: "HostCopies | None", run: Callable[..., Any], *args: Any
         return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-def _by_chunks(part: nn.Module, run: Callable[..., Any], size: int, *args: Any, **more: Any) -> Any:
+def _by_chunks(
+    part: nn.Module, run: Callable[..., Any], size: int, *args: Any, **keywords: Any
+) -> Any:
     """Return the results of a feed-forward part for states [batch, seq, hidden], chunk by chunk.
 
     Args:
         run: the forward pass of the part.
         size: tokens of a chunk.
     """
-    if len(args) != 1 or more or not isinstance(args[0], Tensor):
-        return run(*args, **more)
+    if len(args) != 1 or keywords or not isinstance(args[0], Tensor):
+        return run(*args, **keywords)
     (states,) = args
     if states.shape[:-1].numel() <= size:
         return run(states)
@@ -106,8 +108,8 @@ def _by_chunks(part: nn.Module, run: Callable[..., Any], size: int, *args: Any, 
     anchor = torch.empty(0, device=states.device, requires_grad=is_needed)
     # The graph keeps the input before the chunks are computed. A layer that is computed again
     # therefore ends here: `torch.utils.checkpoint` stops at the last tensor that is kept.
-    kept: Any = _Kept.apply(anchor, flat) if is_needed else anchor
-    made: Any = _Chunks.apply(kept, kept.grad_fn, run, size, flat, *trained)
+    anchored: Any = _Kept.apply(anchor, flat) if is_needed else anchor
+    made: Any = _Chunks.apply(anchored, anchored.grad_fn, run, size, flat, *trained)
     return made.view(*states.shape[:-1], -1)
 
 
@@ -131,7 +133,7 @@ class _Chunks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        kept: Tensor,
+        anchored: Tensor,
         node: Any,
         run: Callable[[Tensor], Tensor],
         size: int,

@@ -136,7 +136,7 @@ class ExpertRanks:
             if not holds_experts(module):
                 continue
             num_experts = _num_experts(module)
-            kept = {
+            uncast = {
                 name
                 for name, _ in module.named_parameters(recurse=False)
                 if not self._is_bf16 or f"{place}.{name}" in exact
@@ -149,7 +149,7 @@ class ExpertRanks:
             for layer in layers:
                 layer.forward = layer.base_layer.__call__  # The adapters are added below.
             experts = _DividedExperts(
-                self, module, num_experts=num_experts, kept=kept, adapters=layers
+                self, module, num_experts=num_experts, uncast=uncast, adapters=layers
             )
             # The numbers of rows differ in each call.
             module.forward = torch.compiler.disable(experts.forward)
@@ -209,18 +209,18 @@ class _DividedExperts:
         module: nn.Module,
         *,
         num_experts: int,
-        kept: Collection[str],
+        uncast: Collection[str],
         adapters: Sequence[Any],
     ) -> None:
         """Wrap the module's own forward pass.
 
         Args:
-            kept: names of the weights that are not cast to bf16.
+            uncast: names of the weights that are not cast to bf16.
             adapters: peft's layers of these weights.
         """
         self._ranks = ranks
         self._module = module
-        self._kept = kept
+        self._uncast = uncast
         self._adapters = adapters
         self._num_local = num_experts // ranks.size
         self._compute = module.forward
@@ -265,7 +265,7 @@ class _DividedExperts:
                 factors = (left[experts], right[experts])
                 weights[layer.parameter_name] = torch.baddbmm(weight, *factors, alpha=scale)
         return {
-            name: each if name in self._kept else each.to(torch.bfloat16)
+            name: each if name in self._uncast else each.to(torch.bfloat16)
             for name, each in weights.items()
         }
 
