@@ -22,9 +22,18 @@ from benchmarks.conformance.part_results import (
     refused,
 )
 from benchmarks.conformance.sharded import RankPair
-from common.config.learner import CriticSection, Layout, LearnerSection, LoraSection, Precision
+from common.config.learner import (
+    Activations,
+    CriticSection,
+    Layout,
+    LearnerSection,
+    LoraSection,
+    Precision,
+)
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch, collate_tokens
+from learner.policy.activation_plan import StoredLayers
+from learner.policy.activations import use_activations
 from learner.policy.composite import composite_class, source_of
 from learner.policy.forward import Networks, Passes
 from learner.policy.kernels.head import trunk_of
@@ -79,7 +88,7 @@ class LearnerSide:
     def examine(self, parts: Sequence[str] = ()) -> None:
         """Find the verdict of every part that needs no engine, or of `full` and `parts` only."""
         with self._part("full"):
-            self.policy = load_policy(self._start, device="cpu", gradient_checkpointing=False)
+            self.policy = load_policy(self._start, device="cpu")
             self._note("full", self._full(self.policy))
         if self.policy is None or self.findings["full"].verdict is Verdict.REFUSED:
             return
@@ -127,7 +136,8 @@ class LearnerSide:
 
     def _sft(self) -> PartResult:
         """Compare the gradient, with layers computed again, to that of the plain forward pass."""
-        policy = load_policy(self._start, device="cpu", gradient_checkpointing=True)
+        policy = load_policy(self._start, device="cpu")
+        use_activations(policy, Activations.RECOMPUTE, StoredLayers(0, False), 0)
         block = block_of(SEQUENCES)
         token_logprobs(policy, block, EXACT).mean().backward()
         ours = gradient_of(policy, dict(policy.named_parameters()))
@@ -173,9 +183,9 @@ class LearnerSide:
 
     def _lora(self) -> PartResult:
         """Return the difference of a policy with adapters."""
-        bare = load_policy(self._start, device="cpu", gradient_checkpointing=False)
+        bare = load_policy(self._start, device="cpu")
         cfg, message = lora_for(bare)
-        policy = load_policy(self._start, device="cpu", gradient_checkpointing=False, lora=cfg)
+        policy = load_policy(self._start, device="cpu", lora=cfg)
         perturb(trained(policy), seed=4)
         merged = dict(merged_tensors(policy, policy.state_dict()))
         plain = load_plain(self._start)
@@ -194,7 +204,7 @@ class LearnerSide:
         self.plain.load_state_dict(self.plain.state_dict() | policy.state_dict())
         self.second = plain_scores(self.plain)
         kept = str(save_as_learner(policy, self._folder / SECOND, start=self._start))
-        again = load_policy(kept, device="cpu", gradient_checkpointing=False)
+        again = load_policy(kept, device="cpu")
         gaps = [
             gap_of(plain_scores(load_plain(kept)), self.second),
             gap_of(self._scored(again, Layout.PADDED), self.second),

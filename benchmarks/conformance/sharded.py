@@ -126,7 +126,7 @@ def _score(
     cfg = LearnerSection(
         device="cpu", precision=precision, num_ranks=NUM_RANKS, layout=Layout.PADDED
     )
-    policy = load_policy(path, device="cpu", gradient_checkpointing=False, is_skeleton=True)
+    policy = load_policy(path, device="cpu", is_skeleton=True)
     passes = Passes(
         cfg, Networks(policy=policy), temperature=1.0, engine_dtype="float32", mesh=mesh
     )

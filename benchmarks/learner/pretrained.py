@@ -139,7 +139,7 @@ def _make_trainer(
         layout=Layout.PACKED if learner.layout is Layout.AUTO else learner.layout,
         attention=Attention.PRODUCTS if learner.attention is Attention.AUTO else learner.attention,
     )
-    network = load_policy(cfg.model.path, device=CPU, gradient_checkpointing=False, lora=lora)
+    network = load_policy(cfg.model.path, device=CPU, lora=lora)
     trainer = make_trainer(section, cfg.algorithm, network, engine_dtype=engine_dtype)
     return _Measured(trainer, network)
 

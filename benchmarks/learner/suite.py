@@ -41,7 +41,7 @@ def run_suite(suite: Suite) -> None:
     suite.title(LEGEND.format(num_rounds=NUM_ROUNDS).rstrip())
     cfg = load_config("quickstart", [])
     path = str(ROOT / cfg.model.path)
-    policy = load_policy(path, device=CPU, gradient_checkpointing=False)
+    policy = load_policy(path, device=CPU)
     sizes: list[tuple[str, PreTrainedModel, BatchShape]] = [
         ("quickstart's policy", policy, QUICKSTART),
         ("a larger model", make_random_model(MODELS["larger"], device=CPU), LARGER),

@@ -138,7 +138,7 @@ def train_on(policy, optimizer, groups: list[list[Episode]]) -> float:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    policy = load_policy(MODEL, device="cpu", gradient_checkpointing=False)
+    policy = load_policy(MODEL, device="cpu")
     renderer = Renderer(AutoTokenizer.from_pretrained(MODEL))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)  # learner/training/optimizer.py
     ready = play(policy, renderer)  # Each batch is played one step before its training: lag 1.

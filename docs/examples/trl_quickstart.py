@@ -199,7 +199,6 @@ def main(path: Path) -> None:
         bf16=True,
         use_cpu=True,
         shuffle_dataset=False,
-        gradient_checkpointing=False,
         save_strategy="no",
         report_to=[],
         logging_steps=10,

@@ -28,16 +28,10 @@ def zero_dropout_rates(config: PretrainedConfig) -> None:
 
 
 def make_deterministic(network: nn.Module) -> None:
-    """Put a network in eval mode, except modules that gradient checkpointing recomputes.
-
-    Only the flag of such a module is set, not its children's: noise of a router or of attention
-    stays off.
-    """
+    """Put a network in eval mode, and set its dropout rates to zero."""
     network.eval()
     for module in network.modules():
         _zero_rates_of(module)
-        if getattr(module, "gradient_checkpointing", False):
-            module.training = True
 
 
 def _zero_rates_of(module: Any) -> None:

@@ -57,7 +57,6 @@ def load_policy(
     path: str,
     *,
     device: torch.device | str,
-    gradient_checkpointing: bool,
     lora: LoraSection = FULL,
     base: BaseFormat = BaseFormat.FULL,
     base_dtype: torch.dtype = torch.float32,
@@ -120,14 +119,7 @@ def load_policy(
         if not is_skeleton:
             give_memory(model, torch.device(device))
             fill(model, path)
-    if gradient_checkpointing:
-        try:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        except ValueError as error:  # The class does not support it.
-            raise ConfigError(
-                f"learner.activations=recompute: {error} Use keep for this model"
-            ) from error
-    make_deterministic(model)  # Adapters and the layers of gradient checkpointing are new.
+    make_deterministic(model)  # Adapters are new.
     if not is_skeleton:
         # This moves the model in place; the wrapper in transformers hides the type.
         nn.Module.to(model, torch.device(device))

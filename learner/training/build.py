@@ -44,7 +44,6 @@ def load_start(
     model = load_policy(
         path,
         device=device,
-        gradient_checkpointing=False,
         lora=cfg.learner.lora,
         base=cfg.model.base,
         base_dtype=frozen_dtype(cfg.learner, device, engine_dtype=cfg.model.dtype),
@@ -176,7 +175,6 @@ def _reference(cfg: RunConfig, model: PreTrainedModel) -> PreTrainedModel | None
     return load_policy(
         path or cfg.model.path,
         device=device,
-        gradient_checkpointing=False,
         base_dtype=frozen_dtype(cfg.learner, device, engine_dtype=cfg.model.dtype),
         is_frozen=True,
         is_skeleton=is_unloaded(model),

@@ -51,7 +51,7 @@ def successes(journal: Path) -> list[Row]:
 @torch.no_grad()
 def logprobs_of(policy: Path, rows: Sequence[Row]) -> torch.Tensor:
     """Return [row] summed log-probabilities of the agent's tokens."""
-    model = load_policy(str(policy), device="cpu", gradient_checkpointing=False)
+    model = load_policy(str(policy), device="cpu")
     totals = []
     for row in rows:
         how = Scoring(chunk_tokens=512, autocast=False)

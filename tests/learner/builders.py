@@ -13,6 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from common.config.algorithm import AlgorithmSection
 from common.config.learner import (
+    Activations,
     ControllerSection,
     LearnerSection,
     LoraSection,
@@ -25,6 +26,8 @@ from common.weights.buckets import views
 from common.wire.messages import Trajectory
 from learner.batch.batching import MicroBatch, Sample, each_microbatch
 from learner.ingest.buffer import GroupAssembly
+from learner.policy.activation_plan import StoredLayers
+from learner.policy.activations import use_activations
 from learner.policy.forward import Networks
 from learner.policy.lora import add_adapters
 from learner.training.step import TrainerSettings
@@ -141,6 +144,11 @@ def make_mixing_model() -> Qwen3ForCausalLM:
     embedding.weight = model.model.embed_tokens.weight
     model.model.embed_tokens = embedding
     return model
+
+
+def recompute(network: torch.nn.Module) -> None:
+    """Let all layers of a network compute their activations again, as `activations=recompute`."""
+    use_activations(network, Activations.RECOMPUTE, StoredLayers(0, False), 0)
 
 
 def make_model_with_adapters(*, seed: int = 0, rank: int = 4) -> Qwen3ForCausalLM:

@@ -138,13 +138,7 @@ def make_whole(cfg: RunConfig, checkpoint: Path) -> None:
 
     Raises: ConfigError: `model.path` of the run is missing.
     """
-    model = load_policy(
-        cfg.model.path,
-        device="cpu",
-        gradient_checkpointing=False,
-        lora=cfg.learner.lora,
-        is_skeleton=True,
-    )
+    model = load_policy(cfg.model.path, device="cpu", lora=cfg.learner.lora, is_skeleton=True)
     tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)
     export(checkpoint, model, tokenizer, None)
     sync_tree(checkpoint)

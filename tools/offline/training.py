@@ -59,7 +59,6 @@ def load_start(
     model = load_policy(
         path,
         device=device,
-        gradient_checkpointing=False,
         lora=learner.lora,
         base_dtype=frozen_dtype(learner, device),
         max_tokens=max_tokens,

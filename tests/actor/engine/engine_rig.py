@@ -92,7 +92,7 @@ class Rig:
         else:
             save(folder / "policy")
         path = str(folder / "policy")
-        self.model = load_policy(path, device="cpu", gradient_checkpointing=False, lora=lora)
+        self.model = load_policy(path, device="cpu", lora=lora)
         precision = Precision.FP32 if dtype == "float32" else Precision.BF16
         settings = TrainerSettings(
             learner=LearnerSection(precision=precision),

@@ -182,7 +182,7 @@ def test_published_weights_lose_nothing_in_a_bf16_engine(tmp_path: Path, family:
 
     path = save_family(family, tmp_path / "exact")
     expected = dict(make_model(path, "bfloat16")[0].state_dict())
-    policy = load_policy(str(path), device="cpu", gradient_checkpointing=False)
+    policy = load_policy(str(path), device="cpu")
     sent = tensors_of(policy_weights(policy, torch.bfloat16))
     stored = stored_in(path)
     assert sent.keys() <= stored.keys()

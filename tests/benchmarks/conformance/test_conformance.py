@@ -140,7 +140,7 @@ def test_ranks_compute_vectors_in_fp32(family: str, tmp_path: Path, pair: RankPa
 def test_network_with_another_trunk_is_scored_right(family: str, tmp_path: Path) -> None:
     # The trunk of Llama 4 has no name in the class; OPT's forward pass calls a part of its trunk.
     start = str(save_network(family, tmp_path))
-    policy = load_policy(start, device="cpu", gradient_checkpointing=False)
+    policy = load_policy(start, device="cpu")
     passes = passes_of(policy, Layout.PADDED)
     passes.check_start(may_pad=False)
     gap = gap_of(passes.score_sequences(SEQUENCES), plain_scores(load_plain(start)))

@@ -140,7 +140,7 @@ def test_published_type_of_kimi_is_read_as_its_family(tmp_path: Path) -> None:
     )
     names = load_file(start / "model.safetensors").keys()
     assert "model.layers.1.mlp.experts.0.down_proj.weight" in names, "the published names"
-    policy = load_policy(str(start), device="cpu", gradient_checkpointing=False)
+    policy = load_policy(str(start), device="cpu")
     passes = passes_of(policy, Layout.PADDED)
     passes.check_start(may_pad=False)
     expected = plain_scores(load_plain(str(start)))

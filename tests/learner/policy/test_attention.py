@@ -366,9 +366,7 @@ UNFUSED = {
 def test_families_load_for_a_gpu_with_the_attention_they_have(family: str, tmp_path: Path) -> None:
     sizes = FAMILY_SIZES | {"num_hidden_layers": 1} | UNFUSED.get(family, {})
     AutoConfig.for_model(family, **sizes).save_pretrained(tmp_path)
-    model = load_policy(
-        str(tmp_path), device="cuda", gradient_checkpointing=False, is_skeleton=True
-    )
+    model = load_policy(str(tmp_path), device="cuda", is_skeleton=True)
     expected = "eager" if family in UNFUSED else "sdpa"
     assert model.config._attn_implementation == expected
     use_attention([model], "cuda", Layout.PADDED, Attention.AUTO)
@@ -428,5 +426,5 @@ def test_saved_policies_know_nothing_of_our_attention(tmp_path: Path) -> None:
     use_attention([model], "cpu", Layout.PACKED, Attention.PRODUCTS)
     model.save_pretrained(tmp_path)
     assert "packed" not in (tmp_path / "config.json").read_text(encoding="utf-8")
-    again = load_policy(str(tmp_path), device="cpu", gradient_checkpointing=False)
+    again = load_policy(str(tmp_path), device="cpu")
     assert again.config._attn_implementation == "eager"

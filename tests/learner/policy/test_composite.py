@@ -47,7 +47,7 @@ def start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def loaded(folder: Path, **options: Any) -> PreTrainedModel:
-    return load_policy(str(folder), device="cpu", gradient_checkpointing=False, **options)
+    return load_policy(str(folder), device="cpu", **options)
 
 
 def tensors_in(folder: Path) -> dict[str, tuple[str, Tensor]]:

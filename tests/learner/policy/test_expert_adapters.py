@@ -15,7 +15,7 @@ from common.repository import ROOT
 from learner.policy.lora import adapters_off, load_adapter, save_adapter, trained_state
 from learner.policy.model import load_policy, published_tensors
 from learner.weights.source import LiveWeights
-from tests.learner.builders import make_model, tensors_of
+from tests.learner.builders import make_model, recompute, tensors_of
 from tests.learner.experts import KINDS, save_experts
 from tools.offline.scratch import save_policy
 
@@ -30,7 +30,9 @@ def logits_of(model: Any) -> torch.Tensor:
 
 def loaded(folder: Path, *, is_trained: bool = False, checkpointing: bool = False) -> Any:
     torch.manual_seed(1)
-    model = load_policy(str(folder), device="cpu", gradient_checkpointing=checkpointing, lora=LORA)
+    model = load_policy(str(folder), device="cpu", lora=LORA)
+    if checkpointing:
+        recompute(model)
     if is_trained:
         for name, parameter in model.named_parameters():
             if ".lora_" in name:
@@ -42,7 +44,7 @@ def loaded(folder: Path, *, is_trained: bool = False, checkpointing: bool = Fals
 def test_new_adapters_of_experts_change_nothing_and_train(tmp_path: Path, kind: str) -> None:
     save_experts(tmp_path, kind)
     model = loaded(tmp_path, checkpointing=True)
-    plain = load_policy(str(tmp_path), device="cpu", gradient_checkpointing=False)
+    plain = load_policy(str(tmp_path), device="cpu")
     torch.testing.assert_close(logits_of(model), logits_of(plain), atol=1e-5, rtol=1e-5)
     trained = {name for name, each in model.named_parameters() if each.requires_grad}
     assert len(trained) == 2 * 4 * 2  # factors, adapted weights of a layer, layers
@@ -60,9 +62,9 @@ def test_merged_experts_equal_the_adapted_ones(tmp_path: Path, kind: str) -> Non
     model = loaded(tmp_path / "base", is_trained=True)
     tokenizer: Any = AutoTokenizer.from_pretrained(ROOT / "configs/policies/tiny")
     save_policy(tmp_path / "merged", model, tokenizer)
-    plain = load_policy(str(tmp_path / "merged"), device="cpu", gradient_checkpointing=False)
+    plain = load_policy(str(tmp_path / "merged"), device="cpu")
     torch.testing.assert_close(logits_of(plain), logits_of(model), atol=1e-4, rtol=1e-4)
-    base = load_policy(str(tmp_path / "base"), device="cpu", gradient_checkpointing=False)
+    base = load_policy(str(tmp_path / "base"), device="cpu")
     assert (logits_of(plain) - logits_of(base)).abs().max() > 0.1
     with adapters_off(model):
         torch.testing.assert_close(logits_of(model), logits_of(base), atol=1e-5, rtol=1e-5)

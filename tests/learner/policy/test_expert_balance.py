@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from common.config.algorithm import AlgorithmSection
-from common.config.learner import Layout, LearnerSection, Precision
+from common.config.learner import Activations, Layout, LearnerSection, Precision
 from common.errors import ConfigError
 from learner.batch.batching import Sample, collate_tokens
 from learner.policy.forward import Networks, Passes
@@ -68,8 +68,13 @@ def test_balance_loss_counts_real_tokens_only(
     logits: Any = tuple(logits_of(tmp_path, sequences))
     theirs = load_balancing_loss_func(logits, EXPERTS[kind], CHOSEN)
     assert expected == pytest.approx(float(theirs), rel=1e-5)
-    model = load_policy(str(tmp_path), device="cpu", gradient_checkpointing=checkpointing)
-    cfg = LearnerSection(device="cpu", precision=Precision.FP32, layout=layout)
+    model = load_policy(str(tmp_path), device="cpu")
+    cfg = LearnerSection(
+        device="cpu",
+        precision=Precision.FP32,
+        layout=layout,
+        activations=Activations.RECOMPUTE if checkpointing else Activations.KEEP,
+    )
     passes = Passes(cfg, Networks(policy=model), temperature=1.0, engine_dtype="float32")
     masks = [np.arange(len(each)) > 0 for each in sequences]
     tokens = collate_tokens(sequences, masks, device="cpu", is_packed=passes.is_packed)
@@ -90,7 +95,7 @@ def trainer_of(path: Path, **algorithm: Any) -> Trainer:
         num_steps=100,
         engine_dtype="float32",
     )
-    model = load_policy(str(path), device="cpu", gradient_checkpointing=False)
+    model = load_policy(str(path), device="cpu")
     return Trainer(settings, Networks(policy=model))
 
 

@@ -24,7 +24,7 @@ from tests.learner.experts import KINDS, VOCAB, save_experts
 from tests.learner.policy.test_loading import rank_of
 
 OTHERS = ("qwen2_moe", "olmoe", "granitemoe", "deepseek_v3")
-HOW: dict[str, Any] = {"device": "cpu", "gradient_checkpointing": False}
+HOW: dict[str, Any] = {"device": "cpu"}
 
 
 def sequences_of(*lengths: int) -> list[np.ndarray]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.config.learner import Layout, LearnerSection, Precision
+from common.config.learner import Activations, Layout, LearnerSection, Precision
 from common.errors import ConfigError
 from learner.batch.batching import Sample, collate_tokens
 from learner.policy.forward import Networks, Passes
@@ -23,8 +23,13 @@ ALL = ("qwen3_moe", "mixtral", "gpt_oss", "qwen2_moe", "olmoe", "granitemoe", "d
 def passes_of(
     path: Path, *, layout: Layout = Layout.PADDED, checkpointing: bool = False
 ) -> tuple[Any, Passes]:
-    model = load_policy(str(path), device="cpu", gradient_checkpointing=checkpointing)
-    cfg = LearnerSection(device="cpu", precision=Precision.FP32, layout=layout)
+    model = load_policy(str(path), device="cpu")
+    cfg = LearnerSection(
+        device="cpu",
+        precision=Precision.FP32,
+        layout=layout,
+        activations=Activations.RECOMPUTE if checkpointing else Activations.KEEP,
+    )
     networks = Networks(policy=model)
     passes = Passes(cfg, networks, temperature=1.0, engine_dtype="float32", replays_routing=True)
     passes.check_start(may_pad=False)
@@ -209,7 +214,7 @@ def test_replay_without_experts_is_refused(tmp_path: Path) -> None:
 
 def test_router_without_topk_is_refused_by_name(tmp_path: Path) -> None:
     save_experts(tmp_path, "qwen3_moe")
-    model = load_policy(str(tmp_path), device="cpu", gradient_checkpointing=False)
+    model = load_policy(str(tmp_path), device="cpu")
 
     def by_sorting(states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = states.reshape(-1, 64) @ model.model.layers[0].mlp.gate.weight.T

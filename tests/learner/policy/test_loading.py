@@ -88,7 +88,7 @@ def test_sharded_loading_equals_a_whole_load(tmp_path: Path, rank: int) -> None:
 
 def test_frozen_reference_keeps_its_matrices_in_the_requested_dtype(tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path)
-    how: dict[str, Any] = {"device": "cpu", "gradient_checkpointing": False, "is_frozen": True}
+    how: dict[str, Any] = {"device": "cpu", "is_frozen": True}
     model = load_policy(str(tmp_path), base_dtype=torch.bfloat16, **how)
     dtypes = {name: each.dtype for name, each in model.named_parameters()}
     assert {dtype for name, dtype in dtypes.items() if ".mlp." in name} == {torch.bfloat16}
@@ -108,7 +108,7 @@ def test_weights_of_another_model_are_refused_by_name(
     config[key] *= 2
     config.pop("layer_types", None)
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    model = load_policy(str(tmp_path), device="cpu", gradient_checkpointing=False, is_skeleton=True)
+    model = load_policy(str(tmp_path), device="cpu", is_skeleton=True)
     assert is_unloaded(model)
     give_memory(model, CPU)
     with pytest.raises(ConfigError, match=said):
@@ -134,7 +134,7 @@ def test_tied_weights_with_two_values_are_refused(tmp_path: Path, is_sharded: bo
     file = tmp_path / "model.safetensors"
     weights = load_file(file)
     embedding = weights["model.embed_tokens.weight"]
-    how: dict[str, Any] = {"device": "cpu", "gradient_checkpointing": False}
+    how: dict[str, Any] = {"device": "cpu"}
 
     def load(head: torch.Tensor) -> Any:
         save_file(weights | {"lm_head.weight": head}, file, metadata={"format": "pt"})
@@ -186,7 +186,7 @@ def test_loading_takes_the_memory_of_a_part(tmp_path: Path) -> None:
     largest = 4 * max(each.numel() for each in model.parameters())
     del model
     make_model().save_pretrained(tmp_path / "small")
-    how: dict[str, Any] = {"device": "cpu", "gradient_checkpointing": True}
+    how: dict[str, Any] = {"device": "cpu"}
 
     def load_part(path: Path) -> object:
         network = load_policy(str(path), **how, is_skeleton=True)
@@ -210,7 +210,7 @@ def test_missing_weight_is_never_drawn_at_random(tmp_path: Path) -> None:
     del state["lm_head.weight"]
     whole.save_pretrained(tmp_path, state_dict=state)
     with pytest.raises(ConfigError, match=r"has the weights of lm_head\.weight \(1 are missing\)"):
-        load_policy(str(tmp_path), device="cpu", gradient_checkpointing=False)
+        load_policy(str(tmp_path), device="cpu")
 
 
 @pytest.mark.parametrize("is_skeleton", [False, True])
@@ -221,7 +221,7 @@ def test_unknown_rotary_embedding_is_refused_by_name(tmp_path: Path, is_skeleton
     config.pop("rope_parameters", None)
     config["rope_scaling"] = {"type": "ntk", "factor": 4.0}
     file.write_text(json.dumps(config), encoding="utf-8")
-    how: dict[str, Any] = {"device": "cpu", "gradient_checkpointing": False}
+    how: dict[str, Any] = {"device": "cpu"}
     with pytest.raises(ConfigError, match=r"cannot load this checkpoint \(KeyError: 'ntk'\)"):
         load_policy(str(tmp_path), is_skeleton=is_skeleton, **how)
 
@@ -229,7 +229,7 @@ def test_unknown_rotary_embedding_is_refused_by_name(tmp_path: Path, is_skeleton
 def test_head_in_fp32_is_scored_in_fp32(tmp_path: Path) -> None:
     """Engines in bf16 compute the logits in the dtype that config.json names."""
     make_model().save_pretrained(tmp_path)
-    model: Any = load_policy(str(tmp_path), device="cpu", gradient_checkpointing=False)
+    model: Any = load_policy(str(tmp_path), device="cpu")
 
     def dtype_of(named: str | None, engine: str) -> torch.dtype:
         model.config.head_dtype = named
@@ -254,7 +254,7 @@ def test_layers_for_several_tokens_are_left_out(tmp_path: Path) -> None:
         for name, each in weights.items()
         if f".layers.{last}." in name
     }
-    how: dict[str, Any] = {"device": "cpu", "gradient_checkpointing": False}
+    how: dict[str, Any] = {"device": "cpu"}
     plain: Any = load_policy(str(tmp_path), **how)
     save_file(weights | more, file, metadata={"format": "pt"})
     whole: Any = load_policy(str(tmp_path), **how)
@@ -279,7 +279,7 @@ def test_skeleton_has_constants_of_every_module(tmp_path: Path) -> None:
         pad_token_id=0,
     )
     Gemma3ForCausalLM(config).save_pretrained(tmp_path)
-    how: dict[str, Any] = {"device": "cpu", "gradient_checkpointing": False}
+    how: dict[str, Any] = {"device": "cpu"}
     whole: Any = load_policy(str(tmp_path), **how)
     bare: Any = load_policy(str(tmp_path), is_skeleton=True, **how)
     constants = dict(whole.named_non_persistent_buffers())
@@ -293,5 +293,5 @@ def test_skeleton_has_constants_of_every_module(tmp_path: Path) -> None:
 def test_loaded_networks_never_use_cudnn_attention(tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path)
     torch.backends.cuda.enable_cudnn_sdp(True)
-    load_policy(str(tmp_path), device="cpu", gradient_checkpointing=False)
+    load_policy(str(tmp_path), device="cpu")
     assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -29,9 +29,7 @@ def logits_of(model: torch.nn.Module) -> torch.Tensor:
 
 
 def loaded(folder: Path, **lora: Any):
-    return load_policy(
-        str(folder), device="cpu", gradient_checkpointing=False, lora=LoraSection(**lora)
-    )
+    return load_policy(str(folder), device="cpu", lora=LoraSection(**lora))
 
 
 def test_new_adapters_change_nothing_and_train(tmp_path: Path) -> None:
@@ -57,11 +55,7 @@ def test_adapters_are_the_same_on_every_rank(tmp_path: Path) -> None:
 def test_frozen_weights_may_be_bf16_beside_fp32_adapters(tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path)
     model = load_policy(
-        str(tmp_path),
-        device="cpu",
-        gradient_checkpointing=False,
-        lora=LoraSection(rank=4),
-        base_dtype=torch.bfloat16,
+        str(tmp_path), device="cpu", lora=LoraSection(rank=4), base_dtype=torch.bfloat16
     )
     frozen = {each.dtype for each in model.parameters() if not each.requires_grad}
     assert frozen == {torch.bfloat16}

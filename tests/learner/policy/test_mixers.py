@@ -24,7 +24,7 @@ from learner.policy.kernels.head import trunk_of
 from learner.policy.kernels.mixers import token_mixers
 from learner.policy.model import Scoring, flat_hidden, token_logprobs
 from learner.policy.selfcheck import check_scores, make_probe, plain_logprobs
-from tests.learner.builders import make_mixing_model
+from tests.learner.builders import make_mixing_model, recompute
 from tests.marks import long_for
 
 EXACT = Scoring(chunk_tokens=64, autocast=False)
@@ -139,15 +139,14 @@ def test_recurrent_layers_of_dense_networks_are_bit_equal_beside_other_sequences
 
 
 @pytest.mark.slow
-def test_gradient_checkpointing_separates_sequences_again() -> None:
+def test_recomputed_layers_separate_sequences() -> None:
     model = network_of("qwen3_5_text")
     use_attention([model], "cpu", Layout.PACKED, Attention.PRODUCTS)
     block = block_of(sequences_of(), is_packed=True, shared=SHARED)
     gradients = []
     for is_checkpointed in (False, True):
         if is_checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-            model.train()
+            recompute(model)
         token_logprobs(model, block, EXACT).sum().backward()
         gradients.append(gradient_of(model))
     assert gradients[0].norm() > 1e-3

@@ -21,7 +21,7 @@ from learner.policy.model import (
     vocabulary_size,
 )
 from learner.weights.source import LiveWeights
-from tests.learner.builders import VOCAB, make_model, tensors_of
+from tests.learner.builders import VOCAB, make_model, recompute, tensors_of
 
 RNG = np.random.default_rng(3)
 SEQUENCES = [RNG.integers(0, VOCAB, size=n) for n in (9, 5, 12, 7)]
@@ -62,7 +62,7 @@ def test_chunked_logprobs_and_gradients_equal_naive(
     expected = {name: cast(torch.Tensor, p.grad).clone() for name, p in model.named_parameters()}
     model.zero_grad()
     if is_checkpointed:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute(model)
 
     got, _ = scored(model, batch_of([0, 1, 2, 3]), chunk_tokens=chunk_tokens, temperature=0.7)
     (got * factors).sum().backward()
@@ -133,7 +133,7 @@ def test_policy_is_loaded_in_fp32_without_dropout(tmp_path: Path) -> None:
     saved = make_model()
     saved.config.attention_dropout = 0.5
     saved.bfloat16().save_pretrained(tmp_path)
-    loaded = load_policy(str(tmp_path), device="cpu", gradient_checkpointing=False)
+    loaded = load_policy(str(tmp_path), device="cpu")
     assert {p.dtype for p in loaded.parameters()} == {torch.float32}
     assert not any(module.training for module in loaded.modules())
     assert loaded.model.layers[0].self_attn.attention_dropout == 0.0
@@ -142,7 +142,7 @@ def test_policy_is_loaded_in_fp32_without_dropout(tmp_path: Path) -> None:
 
 def test_missing_policy_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
-        load_policy(str(tmp_path / "nowhere"), device="cpu", gradient_checkpointing=False)
+        load_policy(str(tmp_path / "nowhere"), device="cpu")
 
 
 def test_token_ids_are_below_the_vocabulary_size() -> None:

@@ -70,7 +70,7 @@ def commands(folder: Path) -> dict[str, Any]:
         "dpo": lambda: check_dpo(configured(schema=DpoConfig)),
         "serve": lambda: check_policy(configured(schema=EvalConfig)),
         "a role": lambda: check_model(str(folder)),
-        "the learner": lambda: load_policy(str(folder), device="cpu", gradient_checkpointing=False),
+        "the learner": lambda: load_policy(str(folder), device="cpu"),
         "the start check": lambda: make_bare(str(folder)),
     }
 

@@ -28,7 +28,7 @@ def test_parameters_of_files_include_all_experts(tmp_path: Path) -> None:
 def test_adapters_of_experts_are_counted_exactly(tmp_path: Path) -> None:
     save_experts(tmp_path, "qwen3_moe")
     lora = LoraSection(rank=4, targets=["q_proj", "experts"])
-    model = load_policy(str(tmp_path), device="cpu", gradient_checkpointing=False, lora=lora)
+    model = load_policy(str(tmp_path), device="cpu", lora=lora)
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     assert lora_params(lora, read_shape(tmp_path)) == trained
 

@@ -37,7 +37,7 @@ def scores_of_both(
         stored: dtype of frozen weights, bf16 on GPUs.
         rank: rank of adapters, whose reference is the base.
     """
-    common: dict[str, Any] = {"device": "cpu", "gradient_checkpointing": False}
+    common: dict[str, Any] = {"device": "cpu"}
     common |= {"base_dtype": stored, "is_skeleton": mesh is not None}
     policy = load_policy(str(folder), **common, lora=LoraSection(rank=rank))
     reference = None if rank else load_policy(str(folder), **common, is_frozen=True)

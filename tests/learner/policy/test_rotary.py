@@ -52,7 +52,7 @@ def save(folder: Path, kind: str) -> str:
 
 
 def load(path: str, max_tokens: int | None) -> PreTrainedModel:
-    return load_policy(path, device="cpu", gradient_checkpointing=False, max_tokens=max_tokens)
+    return load_policy(path, device="cpu", max_tokens=max_tokens)
 
 
 def scored(model: PreTrainedModel, lengths: list[int], layout: Layout) -> Tensor:

@@ -29,7 +29,7 @@ print(json.dumps([config.rope_theta, tokenizer.encode(text, add_special_tokens=F
 
 
 def saved(source: Path, folder: Path) -> Path:
-    model = load_policy(str(source), device="cpu", gradient_checkpointing=False)
+    model = load_policy(str(source), device="cpu")
     tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
     return save_policy(folder, model, tokenizer)
 
@@ -78,7 +78,7 @@ def test_refused_generation_config_is_kept_as_it_came(tmp_path: Path) -> None:
     path.write_text(text, encoding="utf-8")
     folder = saved(source, tmp_path / "out")
     assert (folder / "generation_config.json").read_text(encoding="utf-8") == text
-    load_policy(str(folder), device="cpu", gradient_checkpointing=False)
+    load_policy(str(folder), device="cpu")
 
 
 def test_tokenizer_files_are_copied_byte_for_byte(tmp_path: Path) -> None:

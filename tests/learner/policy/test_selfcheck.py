@@ -36,7 +36,7 @@ from learner.policy.kernels.attention import packing_problem, use_attention
 from learner.policy.model import Critic, Scoring, load_policy, make_critic, token_logprobs
 from learner.policy.selfcheck import NeighboursDiffer, ScoresDiffer
 from learner.training.build import load_start, make_trainer
-from tests.learner.builders import VOCAB, make_mixing_model, make_model, make_samples
+from tests.learner.builders import VOCAB, make_mixing_model, make_model, make_samples, recompute
 from tests.marks import long_for
 
 SMALL: dict[str, Any] = {
@@ -71,7 +71,7 @@ def passes_of(model: Any, **learner: Any) -> Passes:
 
 
 def load(path: str, **how: Any) -> PreTrainedModel:
-    return load_policy(path, device="cpu", **{"gradient_checkpointing": False, **how})
+    return load_policy(path, device="cpu", **how)
 
 
 def logits_twice(model: Any) -> list[torch.Tensor]:
@@ -97,7 +97,9 @@ def test_repeated_scoring_gives_equal_logits(
 ) -> None:
     config = AutoConfig.for_model(family, **(SMALL | RANDOM[family]))
     path = save(config, tmp_path)
-    model = load(path, gradient_checkpointing=checkpointing)
+    model = load(path)
+    if checkpointing:
+        recompute(model)
     first, second = logits_twice(model)
     assert torch.equal(first, second)
     with torch.no_grad():  # The sampler computes them in this way.
@@ -105,10 +107,9 @@ def test_repeated_scoring_gives_equal_logits(
     torch.testing.assert_close(first.detach(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_gradient_checkpointing_still_computes_layers_again(tmp_path: Path) -> None:
-    model = load(
-        save(AutoConfig.for_model("llama", **SMALL), tmp_path), gradient_checkpointing=True
-    )
+def test_recomputed_layers_compute_again(tmp_path: Path) -> None:
+    model = load(save(AutoConfig.for_model("llama", **SMALL), tmp_path))
+    recompute(model)
     num_calls = [0]
     layer = model.base_model.get_submodule("layers.0.mlp")
     layer.register_forward_pre_hook(lambda *_: num_calls.__setitem__(0, num_calls[0] + 1))

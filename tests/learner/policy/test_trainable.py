@@ -41,7 +41,7 @@ def test_every_training_command_refuses_quantised_weights(tmp_path: Path) -> Non
         lambda: check(configured(*reference, path=small)),
         lambda: check_sft(configured(from_files, schema=SftConfig)),
         lambda: check_dpo(configured(schema=DpoConfig)),
-        lambda: load_policy(str(folder), device="cpu", gradient_checkpointing=False),
+        lambda: load_policy(str(folder), device="cpu"),
     ):
         with pytest.raises(ConfigError, match=r"weights are quantised \(mxfp4\).*in bf16"):
             start()

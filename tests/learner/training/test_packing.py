@@ -39,6 +39,7 @@ from tests.learner.builders import (
     make_model,
     make_model_with_adapters,
     make_samples,
+    recompute,
     with_prompts,
 )
 
@@ -92,9 +93,7 @@ def networks_of(
         for weight in [] if each is None else each.parameters():
             weight.data.mul_(0.5)  # Equal magnitudes give equal rounding.
         if is_checkpointed and each is not None:
-            each.gradient_checkpointing_enable(  # pyright: ignore
-                gradient_checkpointing_kwargs={"use_reentrant": False}
-            )
+            recompute(each)
     has_reference = algorithm.kl_coef > 0
     return Networks(
         policy=model,

@@ -26,7 +26,13 @@ from learner.policy.forward import Networks
 from learner.policy.model import Critic, whole
 from learner.training.ranks import Ranks
 from learner.training.step import Gradients, ScoredBatch, TrainerSettings
-from tests.learner.builders import VOCAB, make_model, make_model_with_adapters, make_trajectory
+from tests.learner.builders import (
+    VOCAB,
+    make_model,
+    make_model_with_adapters,
+    make_trajectory,
+    recompute,
+)
 from tests.learner.training.test_teacher import SAMPLED, TOPK, taught_by
 
 LIMIT = 1e-5
@@ -145,7 +151,7 @@ def networks_of(case: Case) -> Networks:
         for weight in network.parameters():
             weight.data.mul_(0.5)
         if case.is_checkpointed:
-            network.gradient_checkpointing_enable({"use_reentrant": False})
+            recompute(network)
     return Networks(
         policy=policy,
         critic=critic,

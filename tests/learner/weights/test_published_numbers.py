@@ -94,7 +94,7 @@ SINK_FAMILIES = ["gpt_oss", "granite_swa", "granitemoe_swa"]
 @pytest.mark.parametrize("family", [*STATE_FAMILIES, *SINK_FAMILIES])
 def test_small_tensors_are_published_as_the_pass_uses_them(tmp_path: Path, family: str) -> None:
     save_network(family, tmp_path)
-    model = load_policy(str(tmp_path), device="cpu", gradient_checkpointing=False)
+    model = load_policy(str(tmp_path), device="cpu")
     trainer = trainer_of(lay_on_grid(model), Precision.BF16)
     source = trainer.live_weights()
     with torch.no_grad():
@@ -178,13 +178,13 @@ def test_engine_with_merged_weights_computes_the_same(
     save_experts(tmp_path, kind)
     lora = LoraSection(rank=4, targets=targets)
     torch.manual_seed(1)
-    model = load_policy(str(tmp_path), device="cpu", gradient_checkpointing=False, lora=lora)
+    model = load_policy(str(tmp_path), device="cpu", lora=lora)
     for name, each in model.named_parameters():
         if ".lora_" in name:
             torch.nn.init.normal_(each, std=0.1)
     trainer = trainer_of(model, precision)
     version = tensors_of(trainer.live_weights())
-    plain = load_policy(str(tmp_path), device="cpu", gradient_checkpointing=False)
+    plain = load_policy(str(tmp_path), device="cpu")
     receiver = trainer_of(plain, precision)
     before = tensors_of(receiver.live_weights())
     for (name, each), target in zip(version.items(), before.values(), strict=True):

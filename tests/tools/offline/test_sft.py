@@ -290,7 +290,7 @@ def test_policy_from_scratch_is_written_in_a_loadable_form(tmp_path: Path) -> No
     folder = sft.run(cfg, path)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     assert tokenizer.chat_template == TOKENIZER.chat_template
-    model = load_policy(str(folder), device=torch.device("cpu"), gradient_checkpointing=False)
+    model = load_policy(str(folder), device=torch.device("cpu"))
     assert model.config.vocab_size % 64 == 0
     assert model.config.vocab_size >= len(tokenizer)
 
@@ -304,7 +304,7 @@ def test_adapters_are_merged_into_written_policy(tmp_path: Path) -> None:
     losses = sft.train(adapted, rows_of(*CORPUS), TINY, learner, seed=0)
     assert losses[-1] < losses[0] - 0.3  # The random head stays frozen.
     folder = save_policy(tmp_path / "policy", adapted, TOKENIZER)
-    plain = load_policy(str(folder), device="cpu", gradient_checkpointing=False)
+    plain = load_policy(str(folder), device="cpu")
     ids = torch.arange(9)[None]
     torch.testing.assert_close(plain(ids).logits, adapted(ids).logits, atol=1e-4, rtol=1e-4)
     assert torch.equal(
