@@ -271,6 +271,7 @@ class EpisodeSeen:
     num_turns: Count
     wall_s: Seconds  # Duration of the episode.
     error: Text = ""  # Reason of an infrastructure failure.
+    num_sampled_tokens: Count = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

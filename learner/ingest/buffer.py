@@ -695,4 +695,5 @@ def seen_of(trajectory: Trajectory) -> EpisodeSeen:
         num_turns=trajectory.num_turns,
         wall_s=trajectory.wall_s,
         error=trajectory.error if trajectory.end_reason.is_infrastructure_failure else "",
+        num_sampled_tokens=int(np.count_nonzero(trajectory.loss_mask)),
     )

@@ -1,5 +1,8 @@
 """The selection audit: outcomes by environment, subset, horizon and length of the episode.
 
+The length is counted in turns and in sampled tokens. Each sampled token has the outcome of its
+episode.
+
 Staleness and deadlines drop long episodes first. A policy that learns only from quick episodes
 learns to be quick. So the shares of dropped episodes are counted, shown, and warned about.
 """
@@ -26,6 +29,7 @@ MIN_EPISODES = 50  # Least number of short episodes, and of long ones, for a war
 MIN_DROPPED = 10  # Least number of dropped long episodes for a warning.
 MIN_EXCESS = 0.02  # Least difference of the dropped shares, long minus short, for a warning.
 WARN_Z = 3.0
+SHORTEST_BITS = 7  # The first length class holds up to 2**7 sampled tokens, the next ones double.
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,8 @@ class Cell:
     subset: str
     horizon: int  # Most turns.
     bucket: int  # Quarter of the horizon in which the episode ended, 1..NUM_BUCKETS, or UNKNOWN.
+    # Sampled tokens as the exponent of the next power of two, or UNKNOWN.
+    length: int = UNKNOWN
 
 
 def bucket_of(num_turns: int, horizon: int) -> int:
@@ -52,6 +58,22 @@ def turns_of(bucket: int, horizon: int) -> str:
         return "unknown"
     low = (bucket - 1) * horizon // NUM_BUCKETS + 1
     return f"{low}-{bucket * horizon // NUM_BUCKETS}"
+
+
+def length_class_of(num_tokens: int) -> int:
+    """Return the length class of an episode: the exponent of the next power of two.
+
+    Example: 1 to 128 sampled tokens -> 7, 129 to 256 -> 8. 0 tokens -> UNKNOWN.
+    """
+    return max(SHORTEST_BITS, (num_tokens - 1).bit_length()) if num_tokens else UNKNOWN
+
+
+def tokens_of(length: int) -> str:
+    """Return the sampled tokens of a length class as text, such as "129-256"."""
+    if length == UNKNOWN:
+        return "unknown"
+    low = 1 if length == SHORTEST_BITS else 2 ** (length - 1) + 1
+    return f"{low}-{2**length}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +113,23 @@ class Comparison:
 
 @dataclass(slots=True)
 class SelectionAudit:
-    """Counts every settled training episode once, in its cell."""
+    """Counts every settled training episode and each of its sampled tokens once, in its cell."""
 
-    cells: dict[Cell, Counter[str]] = field(default_factory=dict[Cell, Counter[str]])
+    cells: dict[Cell, Counter[str]] = field(default_factory=dict[Cell, Counter[str]])  # Episodes.
+    tokens: dict[Cell, Counter[str]] = field(default_factory=dict[Cell, Counter[str]])
     _warned: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]], metadata=FIXED)
 
-    def add(self, cell: Cell, outcome: str, cause: str) -> None:
-        """Count an outcome."""
-        self.cells.setdefault(cell, Counter())[_column(outcome, cause)] += 1
+    def add(self, cell: Cell, outcome: str, cause: str, *, num_tokens: int = 0) -> None:
+        """Count an outcome of an episode with so many sampled tokens."""
+        column = _column(outcome, cause)
+        self.cells.setdefault(cell, Counter())[column] += 1
+        self.tokens.setdefault(cell, Counter())[column] += num_tokens
 
-    def take_back(self, cell: Cell, outcome: str, cause: str) -> None:
+    def take_back(self, cell: Cell, outcome: str, cause: str, *, num_tokens: int = 0) -> None:
         """Undo `add`: the learner reports another outcome than the provisional one."""
-        self.cells[cell][_column(outcome, cause)] -= 1
+        column = _column(outcome, cause)
+        self.cells[cell][column] -= 1
+        self.tokens[cell][column] -= num_tokens
 
     def total(self) -> Counter[str]:
         """Return the number of episodes by outcome; those cut off by the run's end are separate."""
@@ -143,9 +170,10 @@ class SelectionAudit:
             )
 
     def report(self) -> dict[str, Any]:
-        """Return the content of selection.json: the table's `rows` and the `comparisons`."""
+        """Return the content of selection.json: `rows`, `lengths` and `comparisons`."""
         return {
             "rows": selection_rows(self.cells),
+            "lengths": length_rows(self.cells, self.tokens),
             "comparisons": [
                 asdict(pair) | {"z": round(pair.z, 3), "is_biased": pair.is_biased}
                 for pair in self.compare()
@@ -163,21 +191,52 @@ def selection_rows(cells: dict[Cell, Counter[str]]) -> list[dict[str, Any]]:
 
     `num` does not count episodes cut off by the run's end. `dropped_frac` is 0 if `num` is 0.
     """
-    rows: list[dict[str, Any]] = []
-    order = sorted(cells, key=lambda c: (c.env, c.subset, c.horizon, c.bucket))
-    for cell in order:
-        counts = cells[cell]
-        num = counts.total() - counts[ENDED]
-        num_dropped = sum(counts[name] for name in DROPPED)
-        rows.append(
-            {
-                "env": cell.env,
-                "subset": cell.subset,
-                "horizon": cell.horizon,
-                "turns": turns_of(cell.bucket, cell.horizon),
-                "num": num,
-                **{name: counts[name] for name in COLUMNS},
-                "dropped_frac": round(num_dropped / num, 4) if num else 0.0,
-            }
-        )
-    return rows
+    by_turns: dict[tuple[str, str, int, int], Counter[str]] = {}
+    for cell, counts in cells.items():
+        key = (cell.env, cell.subset, cell.horizon, cell.bucket)
+        by_turns.setdefault(key, Counter()).update(counts)
+    return [
+        {
+            "env": env,
+            "subset": subset,
+            "horizon": horizon,
+            "turns": turns_of(bucket, horizon),
+            "num": counts.total() - counts[ENDED],
+            **{name: counts[name] for name in COLUMNS},
+            "dropped_frac": _dropped_frac(counts),
+        }
+        for (env, subset, horizon, bucket), counts in sorted(by_turns.items())
+    ]
+
+
+def length_rows(
+    cells: dict[Cell, Counter[str]], tokens: dict[Cell, Counter[str]]
+) -> list[dict[str, Any]]:
+    """Return the dropped shares of episodes and of sampled tokens by length class, in order.
+
+    `num` and `sampled_tokens` do not count episodes cut off by the run's end.
+    """
+    episodes: dict[int, Counter[str]] = {}
+    sampled: dict[int, Counter[str]] = {}
+    for cell, counts in cells.items():
+        episodes.setdefault(cell.length, Counter()).update(counts)
+        sampled.setdefault(cell.length, Counter()).update(tokens.get(cell, {}))
+    return [
+        {
+            "tokens": tokens_of(length),
+            "num": counts.total() - counts[ENDED],
+            **{name: counts[name] for name in COLUMNS},
+            "dropped_frac": _dropped_frac(counts),
+            "sampled_tokens": sampled[length].total() - sampled[length][ENDED],
+            "trained_tokens": sampled[length][Outcome.TRAINED.value],
+            "stale_tokens": sampled[length][Outcome.STALE.value],
+            "dropped_tokens_frac": _dropped_frac(sampled[length]),
+        }
+        for length, counts in sorted(episodes.items())
+    ]
+
+
+def _dropped_frac(counts: Counter[str]) -> float:
+    """Return the dropped share of episodes or tokens that the run's end did not cut off."""
+    num = counts.total() - counts[ENDED]
+    return round(sum(counts[name] for name in DROPPED) / num, 4) if num else 0.0

@@ -238,6 +238,7 @@ class EpisodeLifecycle:
         if group.is_train:
             self._move(episode, EpisodePhase.ARRIVED)
             episode.num_turns = seen.num_turns
+            episode.num_tokens = seen.num_sampled_tokens
         elif not failure:
             self._settle(group, episode, Settled(outcome=EVALUATED, cause="", is_given_up=False))
         elif episode.num_issues >= self.scheduler.max_attempts:
@@ -274,7 +275,10 @@ class EpisodeLifecycle:
         cell = entry[1].cell if entry and report.outcome is not Outcome.TRAINED else None
         outcome = report.outcome.value
         cause = report.cause
-        settled = Settled(outcome=outcome, cause=cause, is_given_up=False, cell=cell)
+        num_tokens = entry[1].num_tokens if entry else 0
+        settled = Settled(
+            outcome=outcome, cause=cause, is_given_up=False, cell=cell, num_tokens=num_tokens
+        )
         earlier = entry[1].settled if entry else self.table.find_closed(report.episode_id)
         if earlier is not None:
             if self._is_rebooked(report.episode_id, earlier, settled):
@@ -298,7 +302,9 @@ class EpisodeLifecycle:
     ) -> None:
         """Settle an episode provisionally, without a report of the learner."""
         cell = episode.cell if group.is_train else None
-        settled = Settled(outcome=outcome, cause=cause, is_given_up=True, cell=cell)
+        settled = Settled(
+            outcome=outcome, cause=cause, is_given_up=True, cell=cell, num_tokens=episode.num_tokens
+        )
         self._settle(group, episode, settled)
 
     def skip(self, group_id: str, cause: str) -> None:
@@ -324,7 +330,9 @@ class EpisodeLifecycle:
         self._account(group).settle(settled.outcome, settled.cause)
         self.news.append((episode.episode_id, settled.outcome, settled.cause))
         if group.is_train:
-            self.audit.add(episode.cell, settled.outcome, settled.cause)
+            self.audit.add(
+                episode.cell, settled.outcome, settled.cause, num_tokens=settled.num_tokens
+            )
         self._maybe_close(group)
 
     def _is_rebooked(self, episode_id: str, earlier: Settled, settled: Settled) -> bool:
@@ -345,8 +353,11 @@ class EpisodeLifecycle:
         self.ledger.train.settle(settled.outcome, settled.cause)
         self.news.append((episode_id, settled.outcome, settled.cause))
         if earlier.cell is not None:
-            self.audit.take_back(earlier.cell, earlier.outcome, earlier.cause)
-            self.audit.add(earlier.cell, settled.outcome, settled.cause)
+            num_tokens = earlier.num_tokens
+            self.audit.take_back(
+                earlier.cell, earlier.outcome, earlier.cause, num_tokens=num_tokens
+            )
+            self.audit.add(earlier.cell, settled.outcome, settled.cause, num_tokens=num_tokens)
         return True
 
     def _maybe_close(self, group: GroupRecord) -> None:

@@ -9,7 +9,7 @@ from common.config.horizon import HorizonUnit
 from common.errors import LedgerError
 from common.ids import episode_id_of, split_episode_id, training_number
 from common.wire.messages import EpisodeKind, Outcome, PolicyKind
-from scheduler.episodes.audit import UNKNOWN, Cell, bucket_of
+from scheduler.episodes.audit import UNKNOWN, Cell, bucket_of, length_class_of
 from scheduler.state import VOLATILE
 
 NOT_SEEN = -1  # Number of turns of an episode that has not arrived.
@@ -43,6 +43,7 @@ class Settled:
     is_given_up: bool
     # Cell in which the audit counted the episode; None if the outcome is final.
     cell: Cell | None = None
+    num_tokens: int = 0  # Sampled tokens of the episode.
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,6 +62,7 @@ class EpisodeRecord:
     state: EpisodePhase = EpisodePhase.QUEUED
     num_issues: int = 0
     num_turns: int = NOT_SEEN  # Number of turns of an episode that has arrived.
+    num_tokens: int = 0  # Number of sampled tokens of an episode that has arrived.
     actor: str = ""
     incarnation: str = ""
     lease_number: int = 0  # Number of the lease, in the order of all leases.
@@ -90,7 +92,7 @@ class EpisodeRecord:
         is_seen = self.num_turns != NOT_SEEN
         most = self.max_turns or self.horizon
         bucket = bucket_of(self.num_turns, most) if is_seen else UNKNOWN
-        return Cell(self.env, self.subset, most, bucket)
+        return Cell(self.env, self.subset, most, bucket, length_class_of(self.num_tokens))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from common.errors import ConfigError, WireError
 from common.repository import ROOT
-from common.store.run_dir import write_atomically
+from common.store.run_dir import json_object, write_atomically
 from common.text import html_text, plain
 from learner.views import samples
 from tools.cli.command_line import ParsedCommand
@@ -119,6 +119,8 @@ def report(request: ParsedCommand) -> int:
     for run in runs:
         for problem in run.problems():
             print(f"note: {plain(problem)}")
+        for line in length_lines(run):
+            print(line)
     path = Path(options.get("to") or _path(runs, folder))
     try:
         write_atomically(path, render(runs, title=title_of(names)))
@@ -136,6 +138,27 @@ def read_run(word: str, *, runs: Path) -> RunSource:
     while source.refresh(budget_s=1.0):
         pass
     return source
+
+
+def length_lines(run: RunSource) -> list[str]:
+    """Return a table of the dropped episodes and tokens by length; no lines without a drop."""
+    rows: list[dict[str, Any]] = json_object(run.run_dir.selection).get("lengths", [])
+    if not any(row["dropped_frac"] or row["dropped_tokens_frac"] for row in rows):
+        return []
+    titles = ("sampled tokens", "episodes", "dropped", "tokens", "stale tokens", "dropped tokens")
+    lines = [f"{plain(run.name)}: dropped as stale or failed, by the length of the episode"]
+    lines.append("".join(f"{title:>16}" for title in titles))
+    for row in rows:
+        cells = (
+            row["tokens"],
+            f"{row['num']:,}",
+            f"{row['dropped_frac']:.1%}",
+            f"{row['sampled_tokens']:,}",
+            f"{row['stale_tokens']:,}",
+            f"{row['dropped_tokens_frac']:.1%}",
+        )
+        lines.append("".join(f"{plain(cell):>16}" for cell in cells))
+    return lines
 
 
 def title_of(names: Sequence[str]) -> str:

@@ -126,6 +126,21 @@ class SelectionRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LengthRow:
+    """Episodes of one length in sampled tokens, and how many tokens were never trained on."""
+
+    tokens: str  # Range of sampled tokens, such as "129-256".
+    num: int
+    stale: int
+    failed: int
+    dropped_frac: float
+    sampled_tokens: int
+    trained_tokens: int
+    stale_tokens: int
+    dropped_tokens_frac: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LengthComparison:
     """Long episodes of one horizon compared with short ones."""
 
@@ -145,6 +160,7 @@ class Selection:
 
     rows: list[SelectionRow]
     comparisons: list[LengthComparison]
+    lengths: list[LengthRow] = field(default_factory=list[LengthRow])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 
 from common.wire.messages import EpisodeOutcome, Outcome
-from scheduler.episodes.audit import Cell, Comparison, SelectionAudit, bucket_of, turns_of
+from scheduler.episodes.audit import (
+    Cell,
+    Comparison,
+    SelectionAudit,
+    bucket_of,
+    length_class_of,
+    tokens_of,
+    turns_of,
+)
 from scheduler.state import restore, save
 from tests.scheduler.builders import Table, make_config, outcome_of, seen_of
 
@@ -83,13 +91,55 @@ def test_rows_give_the_dropped_share_without_run_end_episodes() -> None:
     assert other.report() == audit.report()
 
 
+def test_length_classes_double() -> None:
+    sizes = (0, 1, 128, 129, 256, 257)
+    assert [tokens_of(length_class_of(size)) for size in sizes] == [
+        "unknown",
+        "1-128",
+        "1-128",
+        "129-256",
+        "129-256",
+        "257-512",
+    ]
+
+
+def test_each_sampled_token_is_counted_once_by_length() -> None:
+    audit = SelectionAudit()
+    short, long = (Cell("maze", "hard", 20, 1, length_class_of(num)) for num in (100, 300))
+    audit.add(short, Outcome.TRAINED, "", num_tokens=100)
+    audit.add(long, Outcome.TRAINED, "", num_tokens=300)
+    audit.add(long, Outcome.STALE, "lag", num_tokens=300)
+    audit.add(long, Outcome.STALE, "run_ended", num_tokens=300)
+    audit.add(long, Outcome.FAILED, "deadline", num_tokens=300)
+    audit.take_back(long, Outcome.FAILED, "deadline", num_tokens=300)
+    of_short, of_long = audit.report()["lengths"]
+    assert (of_short["tokens"], of_short["dropped_frac"], of_short["dropped_tokens_frac"]) == (
+        "1-128",
+        0.0,
+        0.0,
+    )
+    assert (of_long["num"], of_long["stale"], of_long["failed"], of_long["ended"]) == (2, 1, 0, 1)
+    assert (of_long["sampled_tokens"], of_long["trained_tokens"], of_long["stale_tokens"]) == (
+        600,
+        300,
+        300,
+    )
+    assert of_long["dropped_tokens_frac"] == 0.5
+
+
 def test_every_settled_training_episode_is_counted_by_length() -> None:
     table = Table(make_config(max_attempts=1))
     table.hello("actor-0")
     leases = table.ask("actor-0", 8).leases
-    table.report(seen=[replace(seen_of(lease), num_turns=5) for lease in leases[:4]])
+    arrived = [replace(seen_of(each), num_turns=5, num_sampled_tokens=50) for each in leases[:4]]
+    table.report(seen=arrived)
     table.hello("actor-0", incarnation="new")  # the rest is given up
     table.finish_group("g0000000", Outcome.TRAINED)
+    lengths = table.core.lifecycle.audit.report()["lengths"]
+    assert [(row["tokens"], row["num"], row["trained_tokens"]) for row in lengths] == [
+        ("unknown", 4, 0),
+        ("1-128", 4, 200),
+    ]
     rows = table.core.lifecycle.audit.report()["rows"]
     assert sorted((row["turns"], row["trained"], row["failed"]) for row in rows) == [
         ("4-5", 4, 0),

@@ -11,8 +11,11 @@ import pytest
 from playwright.sync_api import Request, expect, sync_playwright
 
 from common.errors import ConfigError
+from common.store.run_dir import write_json
+from common.wire.messages import Outcome
 from learner.journal.files import journal_files
 from learner.views import MIN_SAMPLES, samples
+from scheduler.episodes.audit import Cell, SelectionAudit, length_class_of
 from tests.tools.dashboard.runs import append, episode, make_run
 from tools.cli.command_line import parse
 from tools.dashboard.web.views import horizon_marks, pooled_score
@@ -27,6 +30,19 @@ def write(folder: Path, *words: str) -> tuple[int, str]:
     with contextlib.redirect_stdout(io.StringIO()) as output:
         code = report(request)
     return code, output.getvalue().rstrip("\n")
+
+
+def test_report_prints_dropped_tokens_by_length(tmp_path: Path) -> None:
+    audit = SelectionAudit()
+    for outcome, num in ((Outcome.TRAINED, 100), (Outcome.STALE, 300)):
+        cell = Cell("maze", "hard", 20, 1, length_class_of(num))
+        audit.add(cell, outcome, "", num_tokens=num)
+    make_run(tmp_path / "a", 3)
+    write_json(tmp_path / "a" / "selection.json", audit.report())
+    _, text = write(tmp_path, "a")
+    rows = [line.split() for line in text.splitlines()]
+    assert ["1-128", "1", "0.0%", "100", "0", "0.0%"] in rows
+    assert ["257-512", "1", "100.0%", "300", "300", "100.0%"] in rows
 
 
 def test_samples_cover_each_subset_hardest_first(tmp_path: Path) -> None:

@@ -71,7 +71,13 @@ export function droppedCard(found) {
     dropped.length ? table(["subset", ...["horizon", "turns", "episodes", "stale", "failed", "dropped"].map((title) => ({ title, right: true }))],
       dropped.slice(0, 12).map((each) => h("tr", {}, h("td", {}, visible(each.subset)), [each.horizon, each.turns, each.num, each.stale, each.failed, percent(each.dropped_frac)].map(right))))
       : h("p", { class: "dim" }, `None of ${total.toLocaleString("en")} episodes was dropped as stale or failed.`),
-    dropped.length > 12 ? h("p", { class: "small dim" }, `${dropped.length - 12} more rows are in selection.json.`) : null);
+    dropped.length > 12 ? h("p", { class: "small dim" }, `${dropped.length - 12} more rows are in selection.json.`) : null,
+    dropped.length ? lengthTable((found.selection.lengths || []).filter((each) => each.num > 0)) : null);
+}
+
+function lengthTable(lengths) {
+  return table([...["sampled tokens", "episodes", "dropped", "tokens", "stale tokens", "dropped tokens"].map((title) => ({ title, right: true }))],
+    lengths.map((each) => h("tr", {}, [each.tokens, each.num, percent(each.dropped_frac), each.sampled_tokens, each.stale_tokens, percent(each.dropped_tokens_frac)].map(right))));
 }
 
 export function settingsCard(found) {
