@@ -135,6 +135,17 @@ class Delivery:
         self._pending[trajectory.episode_id] = (frames, time.monotonic())
         self._send(frames)
 
+    def send_part(self, trajectory: Trajectory) -> None:
+        """Send the turns so far of a running episode once, without an acknowledgement.
+
+        A part that no message can hold is not sent: the episode itself has its turns.
+        """
+        try:
+            check_bounds(trajectory)
+            self._send(encode(trajectory))
+        except WireError as error:
+            logger.warning("part not sent episode=%s reason=%s", trajectory.episode_id, error)
+
     def _send(self, frames: list[bytes]) -> None:
         self._dealer.send_frames(frames, of=Trajectory.__name__)
 

@@ -30,7 +30,7 @@ from actor.seeds import engine_seed
 from actor.weights.receive import WeightLink
 from common.config.actor import ActorSection
 from common.config.algorithm import Advantage
-from common.config.run_config import RunConfig
+from common.config.run_config import RunConfig, trains_early
 from common.host.machine import gpus
 from common.ids import engine_names
 from common.join.enrol import Joined
@@ -258,6 +258,7 @@ async def _connect(
         keeps_last=cfg.algorithm.advantage is Advantage.PPO,
         agents=agents_of(cfg.actor, actor=name, renderer=renderer),
         recordings=recordings,
+        max_lag_steps=cfg.learner.max_lag_steps if trains_early(cfg) else 0,
     )
     return Parts(
         name=name,

@@ -12,14 +12,19 @@ from dataclasses import replace
 
 import numpy as np
 
-from common.segments import as_context, as_rows, joined
+from common.segments import as_context, joined, split_end
 from common.wire.messages import Trajectory
 
 
 def shared_digest(trajectory: Trajectory, num_turns: int) -> int:
     """Return a digest of 63 bits of the sampled tokens of an episode's first turns."""
     is_shared = trajectory.loss_mask & (trajectory.turn_ids < num_turns)
-    digest = hashlib.blake2b(trajectory.token_ids[is_shared].tobytes(), digest_size=8).digest()
+    return token_digest(trajectory.token_ids[is_shared])
+
+
+def token_digest(token_ids: np.ndarray) -> int:
+    """Return a digest of 63 bits of tokens, [num] int32."""
+    digest = hashlib.blake2b(token_ids.tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
@@ -32,14 +37,20 @@ def as_fork(trajectory: Trajectory, *, trunk: int, num_shared_turns: int) -> Tra
         trunk: member number of the trunk.
         num_shared_turns: fewer than the turns of the episode.
     """
-    rows = [_forked(row, num_shared_turns) for row in as_rows(trajectory)]
-    fork = joined([row for row in rows if row.loss_mask.any()] or rows[-1:])
     return replace(
-        fork,
+        from_turn(trajectory, num_shared_turns),
         trunk=trunk,
         num_shared_turns=num_shared_turns,
         shared_digest=shared_digest(trajectory, num_shared_turns),
     )
+
+
+def from_turn(trajectory: Trajectory, num_turns: int) -> Trajectory:
+    """Return an episode whose first turns are context. Rows without another turn are left out."""
+    whole, end = split_end(trajectory)
+    rows = [_forked(row, num_turns) for row in whole]
+    rows = [row for row in rows if row.loss_mask.any()] or rows[-1:]
+    return joined([*rows, end] if end is not None else rows)
 
 
 def _forked(row: Trajectory, num_shared_turns: int) -> Trajectory:

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
-from common.config.learner import Layout
-from common.config.run_config import RunConfig
+from common.config.learner import Layout, PartialEpisodes
+from common.config.run_config import RunConfig, trains_early
 from common.config.train import TrainMode
 from common.errors import LongstrideError
 from common.host.cgroups import num_cores
@@ -24,7 +24,7 @@ from common.segments import RoutingShape
 from common.store.run_dir import RunDir, remove_partial_files
 from common.wire.access.lease_mac import lease_key
 from common.wire.addresses import bracketed
-from common.wire.messages import Hello, Progress
+from common.wire.messages import Hello, Progress, Trajectory
 from common.wire.security import RunKeys, load_keys
 from common.wire.sockets import Router
 from learner.algorithms.user_functions import user_filter
@@ -41,6 +41,7 @@ from learner.objective.advantages import group_has_signal
 from learner.policy.model import pick_device, vocabulary_size
 from learner.policy.timing import choose_compute
 from learner.recovery.checksums import ChecksumLog, start_of
+from learner.recovery.parts import PartLog
 from learner.recovery.resume import last_logged, readopt, repeat_steps, steps_since
 from learner.recovery.reward_log import RewardLog, read_group_rewards
 from learner.recovery.step_log import LoggedStep, StepLog
@@ -114,14 +115,20 @@ class Learner:
     teacher: TeacherScorer | None = None  # None: the policy has no teacher.
     rewarder: GroupRewarder | None = None  # None: no function compares the members of a group.
     reward_log: RewardLog | None = None
+    part_log: PartLog | None = None  # None: no episode is trained in parts.
     is_after_skip: bool = False  # True: the last batch was skipped, and the next one must be fresh.
 
-    def log_batch(self, step: LoggedStep, *, check: Callable[[], object]) -> None:
+    def log_batch(
+        self, step: LoggedStep, *, parts: Sequence[Trajectory], check: Callable[[], object]
+    ) -> None:
         """Log a batch whose outcome is decided, and the digests of its computation.
 
         Args:
+            parts: the parts of the batch that the journal does not have.
             check: as in `StepLog.append`.
         """
+        if self.part_log is not None:
+            self.part_log.append(parts, check=check)
         self.step_log.append(step, check=check)
         assert self.trainer.digests is not None  # The digests are those of this batch.
         self.checksums.log(step, self.trainer.digests, check=check)
@@ -136,6 +143,8 @@ class Learner:
         self.publisher.stop()
         self.rank_workers.stop()
         self.upkeep.stop()
+        if self.part_log is not None:
+            self.part_log.close()
         self.step_log.close()
         self.checksums.close()
         self.journal.close()
@@ -173,6 +182,7 @@ def build(
     teacher = start_teacher(cfg, run_dir, tokenizer)
     reward_log = RewardLog(run_dir.group_rewards) if cfg.groups.reward else None
     rewarder = _rewarder(cfg, reward_log, tokenizer)
+    is_by_turn = cfg.learner.partial_episodes is PartialEpisodes.TURNS
     repeat_steps(
         cfg.algorithm,
         run_dir,
@@ -233,6 +243,7 @@ def build(
         teacher=teacher,
         rewarder=rewarder,
         reward_log=reward_log,
+        part_log=PartLog(run_dir.parts) if is_by_turn else None,
         is_after_skip=bool(steps) and steps[-1].is_skipped,
     )
 
@@ -281,6 +292,8 @@ def _group_assembly(cfg: RunConfig) -> GroupAssembly:
         is_lockstep=cfg.train.mode is TrainMode.SYNC,
         is_taught=cfg.algorithm.teacher.is_on,
         is_compared=bool(cfg.groups.reward),
+        is_by_turn=cfg.learner.partial_episodes is PartialEpisodes.TURNS,
+        trains_early=trains_early(cfg),
     )
 
 

@@ -10,6 +10,7 @@ from functools import partial
 
 import psutil
 
+from common.config.learner import PartialEpisodes
 from common.config.live import changed_values, followed, last_number
 from common.config.run import OnStall
 from common.config.run_config import RunConfig, published_version
@@ -31,6 +32,7 @@ from learner.journal.metrics import copy_metrics
 from learner.objective.advantages import samples_of
 from learner.objective.description import log_summary
 from learner.recovery.checksums import Start
+from learner.recovery.parts import PartName
 from learner.recovery.step_log import LoggedStep
 from learner.training.rank_processes import LOAD_S
 from learner.training.trainer import TrainResult
@@ -67,12 +69,14 @@ class TrainBatch:
     def members(self) -> list[Trajectory]:
         return [member for group in self.groups for member in group.members]
 
+    @property
+    def early_parts(self) -> list[Trajectory]:
+        """The parts of episodes whose groups are not complete."""
+        return [member for group in self.groups if group.is_early for member in group.members]
+
     def outcomes(self, outcome: Outcome, cause: str = "") -> list[EpisodeOutcome]:
-        """Return the same outcome for every member."""
-        return [
-            EpisodeOutcome(episode_id=t.episode_id, outcome=outcome, cause=cause)
-            for t in self.members
-        ]
+        """Return the same outcome for every member of a complete group."""
+        return [each for group in self.groups for each in group.outcomes(outcome, cause)]
 
 
 def run(cfg: RunConfig, run_dir: RunDir) -> None:
@@ -297,16 +301,16 @@ class Loop:
         learner = self._learner
         step = LoggedStep(
             version=self.version + (not is_skipped),
-            groups=[[t.episode_id for t in group.members] for group in batch.groups],
+            groups=[group.names for group in batch.groups],
             outcomes=[*outcomes, *batch.stale],
             is_skipped=is_skipped,
             number=learner.trainer.num_batches,
             journal_file=learner.journal.position.file,
         )
-        learner.log_batch(step, check=self._check_disk)
+        learner.log_batch(step, parts=batch.early_parts, check=self._check_disk)
         self.version = step.version
         self._is_after_skip = is_skipped
-        learner.buffer.mark_trained(batch.groups, step=step.consumed_by)
+        learner.buffer.mark_trained(batch.groups, step=step.consumed_by, is_skipped=is_skipped)
 
     def _check_disk(self) -> None:
         """Report a full disk; raise after a stop request.
@@ -323,17 +327,20 @@ class Loop:
         """Write the metrics of a step."""
         learner = self._learner
         rss = self._process.memory_info().rss
+        stale = [each for each in batch.stale if each.outcome is Outcome.STALE]
         metrics = result.metrics | learner.buffer.drain_stats() | learner.admission.counts()
         metrics |= horizon_mix(batch.members) | learner.publisher.drain_metrics()
         metrics |= learner.intake.refused()
         metrics |= learner.teacher.drain_metrics() if learner.teacher is not None else {}
         metrics |= learner.rewarder.drain_metrics() if learner.rewarder is not None else {}
         metrics |= {
-            "groups/trained": float(len(batch.groups)),
-            "groups/stale_episodes": float(len(batch.stale)),
+            "groups/trained": float(sum(not group.is_early for group in batch.groups)),
+            "groups/stale_episodes": float(len(stale)),
             "wait/batch_s": batch.waited_s,
             "memory/learner_rss_bytes": float(rss),
         }
+        if self._cfg.learner.partial_episodes is PartialEpisodes.TURNS:
+            metrics |= part_metrics(batch)
         if self._config_number:
             metrics["config/number"] = float(self._config_number)
         metrics |= cpu_metrics(learner.run_dir) | self.saving.metrics
@@ -453,6 +460,22 @@ class Loop:
             raise LongstrideError(f"The last evaluation did not finish within {FINISH_S:g} s.")
 
 
+def part_metrics(batch: TrainBatch) -> dict[str, float]:
+    """Return the numbers of parts of a batch, and of the stale tokens of its trained episodes."""
+    decided = [*batch.outcomes(Outcome.TRAINED), *batch.stale]
+    return {
+        "parts/early": float(len(batch.early_parts)),
+        "parts/late": float(sum(part.text != part.episode_id for part in _late_parts(batch))),
+        "parts/stale_tokens": float(sum(each.num_stale_tokens for each in decided)),
+    }
+
+
+def _late_parts(batch: TrainBatch) -> list[PartName]:
+    """Return the names of the members of complete groups."""
+    names = [name for group in batch.groups if not group.is_early for name in group.names]
+    return [PartName.parse(name) for name in names]
+
+
 def warn_of_cuts(num_cut: float, cfg: RunConfig) -> None:
     """Log a warning if observations of the first batch were cut, which may hide their end."""
     if num_cut:
@@ -543,6 +566,9 @@ class Saving:
             learner.upkeep.settled(point.position)
             steps = learner.run_dir.steps
             if_room(lambda: self._forget(needed), steps)
+            if learner.part_log is not None:
+                parts = learner.part_log
+                if_room(lambda: parts.prune(steps), learner.run_dir.parts)
             if learner.reward_log is not None:
                 log = learner.reward_log
                 closed_below = point.closed_below

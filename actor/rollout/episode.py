@@ -5,7 +5,7 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -209,6 +209,7 @@ async def run_episode(
     may_repeat: bool = False,
     keeps_last: bool = False,
     options: AgentOptions = WHOLE,
+    on_turn: Callable[[EpisodeState], None] = lambda _: None,
 ) -> Trajectory:
     """Play the leased episode to its end and return it. It has at least one turn at any horizon.
 
@@ -226,6 +227,8 @@ async def run_episode(
         may_repeat: the caller replays the episode when its hub is lost, so that it is no failure.
         keeps_last: append the prompt after the last turn of an episode that is cut short, for a
             critic.
+        on_turn: called after each turn that another one follows, when the context ends with the
+            prompt of that turn.
 
     Raises: EnvPaused. HubLost: if `may_repeat`.
     """
@@ -256,7 +259,7 @@ async def run_episode(
                 raise ContextFull(
                     "even the beginning of the first observation does not fit into the context"
                 )
-            await _turns(lease, session, play, act, read, room, render)
+            await _turns(lease, session, play, act, read, room, render, on_turn)
     finally:
         if session is not None:
             await session.close()
@@ -306,6 +309,7 @@ async def _turns(
     read: Read,
     room: Room,
     render: Render,
+    on_turn: Callable[[EpisodeState], None],
 ) -> None:
     """Play the turns of an opened episode until it ends."""
     history = play.history
@@ -335,6 +339,7 @@ async def _turns(
         if may_go_on(room.turn_tokens * (1 + reflects)):
             if await history.go_on(seen, taken, turn + 1, ask, reflects=reflects):
                 if may_go_on(room.turn_tokens):
+                    on_turn(play)
                     continue
                 break  # The summary used up the rest of the horizon.
             play.end = EndReason.CONTEXT_FULL
@@ -342,6 +347,16 @@ async def _turns(
             history.last(seen, taken, turn, reflects=reflects)
         break
     history.tape.end(play.num_turns - 1, keeps_next=play.keeps_last)
+
+
+def part_so_far(lease: Lease, play: EpisodeState, *, actor: str) -> Trajectory:
+    """Return the turns so far of a running episode. The prompt of the next turn is its last one's.
+
+    `wall_s` is 0: the time of the whole episode is that of its own trajectory.
+    """
+    part = trajectory_of(lease, play, actor=actor, wall_s=0.0)
+    turns = np.minimum(part.turn_ids, play.num_turns - 1)
+    return replace(part, end_reason=EndReason.UNFINISHED, is_success=False, turn_ids=turns)
 
 
 def trajectory_of(lease: Lease, play: EpisodeState, *, actor: str, wall_s: float) -> Trajectory:

@@ -10,7 +10,7 @@ from actor.agents.agents import Agents
 from actor.delivery import Delivery
 from actor.engine.concurrency import Concurrency, EngineLoad
 from actor.formats.renderer import Renderer
-from actor.rollout.episode import WHOLE, Act, Render, Turn, run_episode
+from actor.rollout.episode import WHOLE, Act, EpisodeState, Render, Turn, part_so_far, run_episode
 from actor.rollout.hubs import Hubs
 from actor.rollout.lockstep import Rounds
 from actor.rollout.recording import CannotContinue, Recording, Recordings
@@ -43,6 +43,48 @@ class WaitingFork:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+class PartSender:
+    """Sends the turns so far of a running episode before its oldest unsent token becomes stale.
+
+    Example (bound 3): the unsent turns have version 5. After the first turn that ends at version 7,
+    all turns so far are sent: a step of the learner at version 8 is the last that accepts them.
+    """
+
+    def __init__(
+        self,
+        lease: Lease,
+        engine: "Engine",
+        delivery: Delivery,
+        *,
+        actor: str,
+        max_lag_steps: int,
+        num_turns: int,
+    ) -> None:
+        """Start before the first turn.
+
+        Args:
+            max_lag_steps: the learner's bound; 0: send nothing.
+            num_turns: turns that a record replays; they were sent when they were sampled.
+        """
+        self._lease = lease
+        self._engine = engine
+        self._delivery = delivery
+        self._actor = actor
+        self._max_lag_steps = max_lag_steps
+        self._num_turns = num_turns
+        self._num_sent = 0  # Tokens of the tape that were sent.
+
+    def on_turn(self, play: EpisodeState) -> None:
+        """Send the turns so far if their time has come."""
+        if not self._max_lag_steps or play.num_turns <= self._num_turns:
+            return
+        tape = play.history.tape
+        unsent = [version for version in tape.versions[self._num_sent :] if version >= 0]
+        if unsent and self._engine.version - min(unsent) >= self._max_lag_steps - 1:
+            self._num_sent = len(tape.versions)
+            self._delivery.send_part(part_so_far(self._lease, play, actor=self._actor))
+
+
 class EpisodePool:
     """The running episodes. A slot is freed when its trajectory is handed to delivery.
 
@@ -67,6 +109,7 @@ class EpisodePool:
         keeps_last: bool = False,
         agents: Agents | None = None,
         recordings: Recordings | None = None,
+        max_lag_steps: int = 0,
     ) -> None:
         """Create the pool without episodes.
 
@@ -75,7 +118,9 @@ class EpisodePool:
             agents: plays the policy's episodes; None: the built-in loop does.
             recordings: the records by which episodes of the built-in loop continue after a loss;
                 None: they begin anew.
+            max_lag_steps: bound of `PartSender` for training episodes of the built-in loop.
         """
+        self._max_lag_steps = max_lag_steps
         self._cfg = cfg
         self._actor = actor
         self._engine = engine
@@ -323,12 +368,24 @@ class EpisodePool:
             may_repeat=may_repeat,
             keeps_last=self._keeps_last and lease.kind is EpisodeKind.TRAIN,
             options=self._cfg if lease.policy is PolicyKind.MODEL else WHOLE,
+            on_turn=self._part_sender(lease, num_turns=num_turns).on_turn,
         )
         if recording is not None and recording.events.num_shared:
             played = as_fork(
                 played, trunk=recording.events.trunk, num_shared_turns=recording.events.num_shared
             )
         return with_actions(played, render)
+
+    def _part_sender(self, lease: Lease, *, num_turns: int) -> PartSender:
+        """Return the sender of an episode's parts; it sends none for an evaluation."""
+        return PartSender(
+            lease,
+            self._engine,
+            self._delivery,
+            actor=self._actor,
+            max_lag_steps=self._max_lag_steps if lease.kind is EpisodeKind.TRAIN else 0,
+            num_turns=num_turns,
+        )
 
     def _policy(self, lease: Lease, *, num_turns: int = 0) -> tuple[Act, Render]:
         """Return the policy of a lease and its renderer: the model, or a scripted policy.

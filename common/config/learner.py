@@ -203,6 +203,19 @@ class PublishMode(StrEnum):
         return self is PublishMode.DELTA or (self is PublishMode.AUTO and is_sparse)
 
 
+class PartialEpisodes(StrEnum):
+    """Training of episodes of which only some turns are within max_lag_steps.
+
+    off: an episode is trained as a whole, or is stale as a whole. turns: staleness is decided for
+    each turn. The fresh turns of an episode are trained, and its stale turns are context. With
+    algorithm.advantage=ppo the turns of an unfinished episode are trained, too, at the last step
+    that accepts them: the critic values the rest of the episode.
+    """
+
+    OFF = "off"
+    TURNS = "turns"
+
+
 class CriticKind(StrEnum):
     """Network of the critic.
 
@@ -575,6 +588,11 @@ class LearnerSection(RankKeys):
         "scheduler.max_stretch may widen the limit for long episodes.",
         ge=0,
     )
+    partial_episodes: PartialEpisodes = knob(
+        PartialEpisodes.OFF,
+        "Selects whether the fresh turns of an episode are trained if others are stale. See "
+        "docs/CONTEXT.md.",
+    )
     hold_back_steps: int = knob(
         0,
         "Publishes weights this many steps late, for studies of staleness.",
@@ -639,6 +657,9 @@ class LearnerSection(RankKeys):
         steps = self.profile_steps
         if steps and (len(steps) != 2 or steps[0] > steps[1]):
             yield "profile_steps", steps, "must be [first, last] steps, or [] for none"
+        if self.partial_episodes is PartialEpisodes.TURNS and not self.max_lag_steps:
+            law = "must be at least 1 with learner.partial_episodes=turns: a part needs a step"
+            yield "max_lag_steps", 0, law
         if self.memory_snapshot and not steps:
             law = "needs learner.profile_steps=[first, last], the steps of the snapshot"
             yield "memory_snapshot", True, law

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from common.config.actor import ActorSection, GpuPlacement
-from common.config.algorithm import AlgorithmSection
+from common.config.algorithm import Advantage, AlgorithmSection
 from common.config.curriculum import CurriculumSection
 from common.config.env import RemoteOptions
 from common.config.envhub import EnvhubSection
@@ -20,7 +20,7 @@ from common.config.groups import GroupsSection
 from common.config.horizon import HorizonKind, HorizonSection, HorizonUnit
 from common.config.journal import JournalSection
 from common.config.knobs import Contradiction, check, knob
-from common.config.learner import LearnerSection, Offload, PublishMode
+from common.config.learner import LearnerSection, Offload, PartialEpisodes, PublishMode
 from common.config.log import LogSection
 from common.config.machine import MachineSection
 from common.config.mixture import MixtureSection
@@ -82,6 +82,7 @@ class RunConfig:
         yield from self._contradictions_of_sleep()
         yield from self._contradictions_of_forks()
         yield from self._contradictions_of_base()
+        yield from self._contradictions_of_parts()
         if self.groups.min_size == 1 and self.algorithm.is_group_relative:
             law = f"must be at least 2 with algorithm.advantage={self.algorithm.advantage},"
             yield "groups.min_size", 1, f"{law} which compares the members of a group"
@@ -157,6 +158,27 @@ class RunConfig:
             law = f"must be below the first stage of the horizon, {shortest} turns"
             yield "groups.fork_turns", late, law
 
+    def _contradictions_of_parts(self) -> Iterator[Contradiction]:
+        """Yield settings under which an episode cannot be trained in parts."""
+        if self.learner.partial_episodes is PartialEpisodes.OFF:
+            return
+        key = "learner.partial_episodes"
+        if self.train.mode is TrainMode.SYNC:
+            law = "needs train.mode=async: in sync mode no episode lasts longer than a step"
+            yield key, "turns", law
+        if self.groups.forks:
+            law = "needs groups.forks=0: a fork compares the shared turns of a whole trunk"
+            yield key, "turns", law
+        if self.algorithm.teacher.is_on:
+            yield key, "turns", "needs no algorithm.teacher: it scores whole episodes"
+        if self.algorithm.advantage != Advantage.PPO:
+            return
+        law = "with algorithm.advantage=ppo: parts are trained before their group is complete"
+        if self.groups.filter:
+            yield "groups.filter", self.groups.filter, f"must be empty {law}"
+        if self.groups.reward:
+            yield "groups.reward", self.groups.reward, f"must be empty {law}"
+
     def _contradictions_of_sleep(self) -> Iterator[Contradiction]:
         """Yield settings under which an engine cannot give its memory to the learner's step."""
         level = self.actor.sleep
@@ -218,6 +240,12 @@ def published_version(cfg: RunConfig, version: int) -> int:
     if version >= cfg.train.num_steps:
         return version
     return max(0, version - cfg.learner.hold_back_steps)
+
+
+def trains_early(cfg: RunConfig) -> bool:
+    """Return whether turns of unfinished episodes are trained: a critic values what follows."""
+    is_by_turn = cfg.learner.partial_episodes is PartialEpisodes.TURNS
+    return is_by_turn and cfg.algorithm.advantage == Advantage.PPO
 
 
 def check_training(cfg: RunConfig) -> None:

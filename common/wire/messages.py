@@ -40,17 +40,19 @@ _none_masked = partial(np.zeros, 0, dtype=np.bool_)
 
 
 class EndReason(StrEnum):
-    """Why an episode ended. The first four reasons give valid samples, the rest are failures.
+    """Why an episode ended. The first five reasons give valid samples, the rest are failures.
 
     DONE: the environment ended the episode. The next three reasons truncate an unfinished task.
     HORIZON: the limit of the run. TRUNCATED: a limit of the environment, before the score was
-    decided. CONTEXT_FULL: the context of the policy is full.
+    decided. CONTEXT_FULL: the context of the policy is full. UNFINISHED: the trajectory is a part
+    of an episode that has not ended.
     """
 
     DONE = "done"
     HORIZON = "horizon"
     TRUNCATED = "truncated"
     CONTEXT_FULL = "context_full"
+    UNFINISHED = "unfinished"
     ENV_ERROR = "env_error"
     ENV_TIMEOUT = "env_timeout"
     DEADLINE = "deadline"
@@ -65,6 +67,7 @@ class EndReason(StrEnum):
             EndReason.HORIZON,
             EndReason.TRUNCATED,
             EndReason.CONTEXT_FULL,
+            EndReason.UNFINISHED,
         )
 
 
@@ -258,6 +261,7 @@ class EpisodeOutcome:
     outcome: Outcome
     cause: Text  # "" or a short reason: "zero_variance", "lag", "env_error", ...
     error: Text = ""  # Why the learner refused the episode.
+    num_stale_tokens: Count = 0  # Sampled tokens of a trained episode that were stale.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,7 +348,7 @@ class Trajectory(EpisodeIdentity):
     # [chars] int32 text of a scripted policy's actions, see `common.formats.scripted`; or [0].
     action_chars: np.ndarray = field(default_factory=_none, repr=False)
     # Turns that a fork took over from the episode of another member, its trunk; 0: it is no fork.
-    # Their tokens are context here.
+    # Their tokens are context here. A part of an episode is a fork of its own earlier turns.
     num_shared_turns: Count = 0
     trunk: Count = 0  # Member number of the trunk.
     shared_digest: Integer = 0  # Digest of the shared sampled tokens, see `common.forks`.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # End reasons after which the task would have continued. An environment that scores an episode at
 # its own limit ends it as DONE.
-CUT_SHORT = (EndReason.HORIZON, EndReason.TRUNCATED, EndReason.CONTEXT_FULL)
+CUT_SHORT = (EndReason.HORIZON, EndReason.TRUNCATED, EndReason.CONTEXT_FULL, EndReason.UNFINISHED)
 
 
 def gae(
@@ -226,9 +226,10 @@ def step_rewards(
 
     The last sampled token of a turn receives the turn's reward, even if observations follow it. A
     turn without sampled tokens passes its reward to the last turn before it that has some, else to
-    the first after it.
+    the first after it. The rewards of turns before a part belong to earlier parts.
     """
     per_turn = turn_rewards(trajectory, algorithm, with_end=with_end)
+    per_turn[: trajectory.num_shared_turns] = 0.0
     turns = trajectory.turn_ids[trajectory.loss_mask]  # [tokens]
     present, last_from_end = np.unique(turns[::-1], return_index=True)
     last = len(turns) - 1 - last_from_end  # [turn present] its last sampled token

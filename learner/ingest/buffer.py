@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,7 +13,7 @@ import numpy as np
 from common.config.algorithm import AlgorithmSection
 from common.config.groups import GroupsSection
 from common.errors import ConfigError, LongstrideError
-from common.ids import is_below, split_episode_id
+from common.ids import episode_id_of, is_below, split_episode_id
 from common.store.disk import DiskFull
 from common.text import counted
 from common.wire.messages import (
@@ -32,6 +32,7 @@ from learner.ingest.episode_stats import EpisodeStats
 from learner.ingest.journal_index import JournalIndex, ReplayPoint
 from learner.ingest.reports import ReportLog
 from learner.journal.journal import JournalPosition
+from learner.recovery.parts import PartName, first_fresh_turn, is_in_turns, part_of
 from learner.recovery.reward_log import GroupReward
 from learner.teacher.scores import TeacherScores
 from learner.weights.canary import RecentPrompts
@@ -48,6 +49,35 @@ class Group:
     members: list[Trajectory]
     # Scores of the teacher by episode; empty without a teacher.
     scores: Mapping[str, TeacherScores] = field(default_factory=dict[str, TeacherScores])
+    # True for a part of an episode that is trained before its group is complete.
+    is_early: bool = False
+    # Sampled tokens that earlier steps trained, and stale ones, by episode; 0 if absent.
+    num_trained: Mapping[str, int] = field(default_factory=dict[str, int])
+    num_stale: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def names(self) -> list[str]:
+        """The members as the step log names them."""
+        return [PartName.of(each, is_early=self.is_early).text for each in self.members]
+
+    def outcomes(self, outcome: Outcome, cause: str = "") -> list[EpisodeOutcome]:
+        """Return the outcome of every member; an early part decides none.
+
+        An episode is trained if a part of it was trained. Its other tokens are then stale.
+        """
+        return (
+            [] if self.is_early else [self._outcome(each, outcome, cause) for each in self.members]
+        )
+
+    def _outcome(self, trajectory: Trajectory, outcome: Outcome, cause: str) -> EpisodeOutcome:
+        name = trajectory.episode_id
+        num_stale = self.num_stale.get(name, 0)
+        if outcome is not Outcome.TRAINED:
+            if not self.num_trained.get(name, 0):
+                return _outcome(trajectory, outcome, cause)
+            num_stale += int(np.count_nonzero(trajectory.loss_mask))
+        trained = _outcome(trajectory, Outcome.TRAINED, "")
+        return replace(trained, num_stale_tokens=num_stale)
 
 
 # Members of a group -> their pending scores by a teacher, in order.
@@ -86,6 +116,10 @@ class GroupAssembly:
     three survivors, and d is `failed`. If all three solved the task, there is no signal: all are
     `filtered`. Otherwise the group is ready, and `take` returns it unless it is stale by then. With
     functions over groups, a, b and c first wait for their rewards, which then decide the signal.
+
+    Example (by turn, bound 2): the turns of a have the versions 3, 4, 5, 6. `take` at version 7
+    returns a with its first two turns as context. With `trains_early`, a has sent the turns of
+    versions 3 and 4 before, and `take` at version 5 has returned them as an early part.
     """
 
     def __init__(
@@ -98,6 +132,8 @@ class GroupAssembly:
         is_lockstep: bool = False,
         is_taught: bool = False,
         is_compared: bool = False,
+        is_by_turn: bool = False,
+        trains_early: bool = False,
     ) -> None:
         """Start without groups.
 
@@ -108,7 +144,14 @@ class GroupAssembly:
                 has `per_step` groups unless the scheduler has decided on fewer.
             is_taught: complete groups with signal wait for `add_scores` before a batch takes them.
             is_compared: groups whose members have ended wait for `add_rewards`, then are complete.
+            is_by_turn: decide staleness for each turn; stale turns of an episode are context.
+            trains_early: train the turns of an incomplete group at the last step that accepts them.
         """
+        self._is_by_turn = is_by_turn
+        self._trains_early = trains_early
+        self._unfinished: dict[str, Trajectory] = {}  # Newest part of each running episode.
+        # Parts by episode that were trained before the group was complete.
+        self._trained: dict[str, list[PartName]] = {}
         self._cfg = cfg
         self._filter = algorithm.filter_zero_variance
         self._has_signal = has_signal
@@ -153,13 +196,32 @@ class GroupAssembly:
         """Take one new trajectory; return the outcomes that it decides, often none."""
         if trajectory.group_id in self._completed:  # The member was given up before the arrival.
             return [_outcome(trajectory, Outcome.FAILED, "late")], []
+        self._unfinished.pop(trajectory.episode_id, None)
         entry = self._open.setdefault(trajectory.group_id, _OpenGroup())
         entry.arrived[trajectory.member] = trajectory
         entry.given_up.discard(trajectory.member)
         return self._maybe_complete(trajectory.group_id, entry)
 
+    def add_part(self, trajectory: Trajectory) -> None:
+        """Take the turns so far of an episode that has not ended. They replace an earlier part."""
+        entry = self._open.get(trajectory.group_id, _OpenGroup())
+        is_over = trajectory.group_id in self._completed or trajectory.member in entry.arrived
+        if self._trains_early and not is_over:
+            self._unfinished[trajectory.episode_id] = trajectory
+
+    def note_trained(self, groups: Iterable[Group]) -> None:
+        """Record the early parts that a step has trained."""
+        self.adopt_parts([group.names for group in groups if group.is_early])
+
+    def adopt_parts(self, names: Iterable[Iterable[str]]) -> None:
+        """Record the early parts among the logged names of a step's groups."""
+        for part in (PartName.parse(name) for ids in names for name in ids):
+            if part.is_early:
+                self._trained.setdefault(part.episode_id, []).append(part)
+
     def give_up(self, group_id: str, member: int) -> Decided:
         """Mark a member as never arriving. The scheduler decides the outcome of the member."""
+        self._unfinished.pop(episode_id_of(group_id, member), None)
         if group_id in self._completed:
             return [], []
         entry = self._open.setdefault(group_id, _OpenGroup())
@@ -174,7 +236,7 @@ class GroupAssembly:
             return [], []
         self._completed.add(group_id)
         left = self._open.pop(group_id, _OpenGroup()).arrived.values()
-        outcomes = [_outcome(t, Outcome.FAILED, t.end_reason.value) for t in left]
+        outcomes = [self._outcome(t, Outcome.FAILED, t.end_reason.value) for t in left]
         return outcomes, [GroupArrived(group_id=group_id, is_ready=True)]
 
     def close_below(self, number: int) -> None:
@@ -189,6 +251,10 @@ class GroupAssembly:
         self._unscored = {name: each for name, each in left if not is_below(name, number)}
         left = self._unrewarded.items()
         self._unrewarded = {name: each for name, each in left if not is_below(name, number)}
+        self._trained = {n: each for n, each in self._trained.items() if not is_below(n, number)}
+        self._unfinished = {
+            name: each for name, each in self._unfinished.items() if not is_below(name, number)
+        }
 
     def _maybe_complete(self, group_id: str, entry: _OpenGroup) -> Decided:
         """Decide a group whose members have all arrived or been given up."""
@@ -201,12 +267,13 @@ class GroupAssembly:
         for member in sorted(entry.arrived):
             trajectory = entry.arrived[member]
             if trajectory.end_reason.is_infrastructure_failure:
-                outcomes.append(_outcome(trajectory, Outcome.FAILED, trajectory.end_reason.value))
+                reason = trajectory.end_reason.value
+                outcomes.append(self._outcome(trajectory, Outcome.FAILED, reason))
             else:
                 survivors.append(trajectory)
         group = Group(group_id=group_id, members=survivors)
         if len(survivors) < self._cfg.min_size:
-            outcomes += [_outcome(t, Outcome.FAILED, "group_damaged") for t in survivors]
+            outcomes += [self._outcome(t, Outcome.FAILED, "group_damaged") for t in survivors]
             return outcomes, [GroupArrived(group_id=group_id, is_ready=False)]
         if self._is_compared:
             self._unrewarded[group_id] = group
@@ -304,8 +371,8 @@ class GroupAssembly:
         outcomes: list[EpisodeOutcome] = []
         while self._ready and len(taken) < self._cfg.per_step:
             group = self._ready.popleft()
-            first = group.members[0]  # The members share environment and horizon.
-            bound = (lag_bounds or {}).get((first.env, first.horizon), max_lag_steps)
+            # The members share environment and horizon.
+            bound = _bound_of(group.members[0], max_lag_steps, lag_bounds)
             group, dropped = self._without_stale(group, version, bound)
             outcomes += dropped
             if group.members:
@@ -313,7 +380,14 @@ class GroupAssembly:
         if len(taken) < self._num_needed(version):
             self._ready.extendleft(reversed(taken))
             return [], outcomes
-        return taken, outcomes
+        if self._is_by_turn:
+            taken = [
+                self._as_parts(
+                    group, version, _bound_of(group.members[0], max_lag_steps, lag_bounds)
+                )
+                for group in taken
+            ]
+        return taken + self._early_parts(version, max_lag_steps, lag_bounds), outcomes
 
     def _without_stale(
         self, group: Group, version: int, max_lag_steps: int
@@ -322,14 +396,93 @@ class GroupAssembly:
         fresh: list[Trajectory] = []
         outcomes: list[EpisodeOutcome] = []
         for trajectory in group.members:
-            if is_fresh(trajectory, version, max_lag_steps=max_lag_steps):
+            if self._is_trainable(trajectory, version, max_lag_steps):
                 fresh.append(trajectory)
             else:
-                outcomes.append(_outcome(trajectory, Outcome.STALE, "lag"))
-        if len(fresh) < self._cfg.min_size:
-            outcomes += [_outcome(t, Outcome.STALE, "lag_of_group") for t in fresh]
+                outcomes.append(self._outcome(trajectory, Outcome.STALE, "lag"))
+        num_trained = sum(each.outcome is Outcome.TRAINED for each in outcomes)
+        if len(fresh) + num_trained < self._cfg.min_size:
+            outcomes += [self._outcome(t, Outcome.STALE, "lag_of_group") for t in fresh]
             fresh = []
         return replace(group, members=fresh), outcomes
+
+    # --- parts of episodes ------------------------------------------------------------------
+
+    def _is_trainable(self, trajectory: Trajectory, version: int, max_lag_steps: int) -> bool:
+        """Return True if the trajectory, or a turn of it, may still be trained on."""
+        if not self._is_by_turn:
+            return is_fresh(trajectory, version, max_lag_steps=max_lag_steps)
+        first = self._first_turn(trajectory, version, max_lag_steps)
+        return bool((trajectory.loss_mask & (trajectory.turn_ids >= first)).any())
+
+    def _first_turn(self, trajectory: Trajectory, version: int, max_lag_steps: int) -> int:
+        """Return the first turn after those that were trained or are stale."""
+        fresh = first_fresh_turn(trajectory, least_version=version - max_lag_steps)
+        return max([fresh, *(part.end_turn for part in self._parts_in(trajectory))])
+
+    def _parts_in(self, trajectory: Trajectory) -> list[PartName]:
+        """Return the trained parts of an episode. One that began anew does not have them."""
+        parts = self._trained.get(trajectory.episode_id, [])
+        return [part for part in parts if part.is_in(trajectory)]
+
+    def _num_trained(self, trajectory: Trajectory) -> int:
+        """Return the number of an episode's sampled tokens that early parts have trained."""
+        is_trained = np.zeros(len(trajectory.loss_mask), dtype=np.bool_)
+        for part in self._parts_in(trajectory):
+            is_trained |= is_in_turns(trajectory, part.first_turn, part.end_turn)
+        return int(np.count_nonzero(is_trained))
+
+    def _outcome(self, trajectory: Trajectory, outcome: Outcome, cause: str) -> EpisodeOutcome:
+        """Return the outcome of an episode that no further step trains."""
+        counts = {trajectory.episode_id: self._num_trained(trajectory)} if self._trained else {}
+        num_done = sum(counts.values())
+        if not num_done:
+            return _outcome(trajectory, outcome, cause)
+        num_stale = int(np.count_nonzero(trajectory.loss_mask)) - num_done
+        return replace(_outcome(trajectory, Outcome.TRAINED, ""), num_stale_tokens=num_stale)
+
+    def _as_parts(self, group: Group, version: int, max_lag_steps: int) -> Group:
+        """Return a group whose members have their trained and stale turns as context."""
+        members: list[Trajectory] = []
+        num_trained: dict[str, int] = {}
+        num_stale: dict[str, int] = {}
+        for whole in group.members:
+            part = part_of(whole, self._first_turn(whole, version, max_lag_steps))
+            members.append(part)
+            if part is whole:
+                continue
+            name = whole.episode_id
+            num_trained[name] = self._num_trained(whole)
+            num_left = np.count_nonzero(whole.loss_mask) - np.count_nonzero(part.loss_mask)
+            num_stale[name] = int(num_left) - num_trained[name]
+        return replace(group, members=members, num_trained=num_trained, num_stale=num_stale)
+
+    def _early_parts(
+        self, version: int, max_lag_steps: int, lag_bounds: Mapping[tuple[str, int], int] | None
+    ) -> list[Group]:
+        """Return the parts of incomplete groups that the next step would not accept."""
+        if not self._trains_early:
+            return []
+        waiting = list(self._unfinished.values())
+        for entry in self._open.values():
+            waiting += entry.arrived.values()
+        parts: list[Group] = []
+        for whole in sorted(waiting, key=lambda each: each.episode_id):
+            bound = _bound_of(whole, max_lag_steps, lag_bounds)
+            is_failure = whole.end_reason.is_infrastructure_failure
+            if is_failure or not self._is_trainable(whole, version, bound):
+                continue
+            part = part_of(whole, self._first_turn(whole, version, bound))
+            if version - oldest_version(part) >= bound:
+                parts.append(Group(group_id=whole.group_id, members=[part], is_early=True))
+        return parts
+
+
+def _bound_of(
+    trajectory: Trajectory, max_lag_steps: int, lag_bounds: Mapping[tuple[str, int], int] | None
+) -> int:
+    """Return the largest lag of a trajectory: that of its environment and horizon, if any."""
+    return (lag_bounds or {}).get((trajectory.env, trajectory.horizon), max_lag_steps)
 
 
 def _outcome(trajectory: Trajectory, outcome: Outcome, cause: str) -> EpisodeOutcome:
@@ -422,7 +575,18 @@ class TrajectoryBuffer:
             self._index.trained([trajectory.group_id], step=step)
         return is_closed
 
+    def adopt_parts(self, groups: Sequence[Sequence[str]]) -> None:
+        """Take the early parts among the logged names of a step's groups."""
+        with self._changed:
+            self._groups.adopt_parts(groups)
+
     # --- the intake's thread ----------------------------------------------------------------
+
+    def add_part(self, trajectory: Trajectory) -> None:
+        """Take the turns so far of an episode that has not ended."""
+        with self._changed:
+            self._news_at = time.monotonic()
+            self._groups.add_part(trajectory)
 
     def add(
         self, accepted: Sequence[tuple[Trajectory, JournalPosition]], *, end: JournalPosition
@@ -555,9 +719,12 @@ class TrajectoryBuffer:
         """Return where a learner that restores `version` or a later one would begin to read."""
         return self._index.replay_point(num_saved=self._reports.num_saved, version=version)
 
-    def mark_trained(self, groups: Sequence[Group], *, step: int) -> None:
-        """Record that a logged step has trained on these groups."""
+    def mark_trained(self, groups: Sequence[Group], *, step: int, is_skipped: bool) -> None:
+        """Record that a logged step has trained on these groups, or has skipped them."""
         self._index.trained([group.group_id for group in groups], step=step)
+        if not is_skipped:
+            with self._changed:
+                self._groups.note_trained(groups)
 
     def drain_stats(self) -> dict[str, float]:
         """Return metrics over the episodes that arrived since the last call."""

@@ -137,6 +137,22 @@ class Admission:
             )
         return AdmissionDecision(refusal=reason)
 
+    def refusal_of_part(self, trajectory: Trajectory, *, learner_version: int) -> str:
+        """Return why a part of a running episode must not be accepted, "" if it may."""
+        if self._lease_key is not None and not is_leased(trajectory, self._lease_key):
+            self._num_forged += 1
+            return "the lease signature of a part is not valid"
+        if trajectory.kind is not EpisodeKind.TRAIN:
+            return f"a part of an episode of kind {trajectory.kind} is not trained"
+        return refusal(
+            trajectory,
+            learner_version=learner_version,
+            max_group_size=self._group_size,
+            vocab_size=self._vocab_size,
+            max_tokens=self._max_tokens,
+            routing=self._routing,
+        )
+
     def admit(self, trajectory: Trajectory) -> None:
         """Register a trajectory that will be journalled, so that later copies are duplicates."""
         self._index.add_episode(trajectory)
@@ -537,6 +553,9 @@ class Intake(threading.Thread):
                     Rejected(reason=f"the learner accepts trajectories here, not {name}"),
                 )
                 continue
+            if trajectory.end_reason is EndReason.UNFINISHED:
+                self._take_part(trajectory, item.sender)
+                continue
             verdict = self._decide(trajectory, item.sender)
             if not (verdict.is_duplicate or verdict.refusal):
                 records.append((trajectory, item.frames))
@@ -571,6 +590,19 @@ class Intake(threading.Thread):
         else:
             self._admission.admit(trajectory)
         return verdict
+
+    def _take_part(self, trajectory: Trajectory, sender: bytes) -> None:
+        """Pass the turns so far of a running episode to the buffer. They are not acknowledged.
+
+        A lost part costs nothing but the time until the next one: the episode itself has its turns.
+        """
+        version = self._buffer.version + 1
+        reason = self._admission.refusal_of_part(trajectory, learner_version=version)
+        if reason:
+            logger.error("refused part of episode=%s reason=%s", trajectory.episode_id, reason)
+            self._router.note_refused(sender, reason)
+        else:
+            self._buffer.add_part(trajectory)
 
     def _append(self, records: list[tuple[Trajectory, list[bytes]]]) -> list[JournalPosition]:
         """Append to the journal; while the disk is full, wait and keep sending heartbeats.

@@ -1,7 +1,7 @@
 """Restores a learner to the state of the previous process, from the step log and the journal."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from common.config.algorithm import AlgorithmSection
@@ -15,6 +15,7 @@ from learner.journal.journal import read_journal
 from learner.journal.metrics import BEFORE_FIRST_STEP, MetricsWriter, iter_metrics
 from learner.objective.advantages import samples_of
 from learner.recovery.checksums import ChecksumLog
+from learner.recovery.parts import PartName, part_of, read_parts
 from learner.recovery.reward_log import GroupReward, rewarded
 from learner.recovery.step_log import REMEDY, LoggedStep, read_steps
 from learner.teacher.scores import TeacherScores
@@ -60,19 +61,40 @@ def steps_since(
 def _episodes_of(
     steps: list[LoggedStep], run_dir: RunDir, start: ReplayPoint
 ) -> dict[str, Trajectory]:
-    """Return the episodes that these steps trained on or skipped, by id."""
+    """Return the episodes and parts that these steps trained on or skipped, by logged name."""
     wanted = {name: step.version for step in steps for ids in step.groups for name in ids}
     if not wanted:
         return {}
+    ids = {PartName.parse(name).episode_id for name in wanted}
     journal = read_journal(run_dir.journal, start=start.position)
-    episodes = {t.episode_id: t for _, t in journal if t.episode_id in wanted}
+    episodes = {t.episode_id: t for _, t in journal if t.episode_id in ids}
+    found = with_parts(episodes, wanted, run_dir)
     for name, version in wanted.items():
-        if name not in episodes:
+        if name not in found:
             raise LongstrideError(
                 f"{run_dir.journal}: episode {name} is missing after {start.position}, but step"
                 f" {version} trained on it. Restore the journal from a backup."
             )
-    return episodes
+    return found
+
+
+def with_parts(
+    episodes: Mapping[str, Trajectory], names: Collection[str], run_dir: RunDir
+) -> dict[str, Trajectory]:
+    """Return the episodes and parts with these names in the step log, as far as they exist.
+
+    Args:
+        episodes: whole episodes by id.
+
+    Raises: ConfigError: the log of parts is damaged.
+    """
+    parts = {name: PartName.parse(name) for name in names}
+    early = [name for name, part in parts.items() if part.is_early]
+    found = read_parts(run_dir.parts, early) if early else {}
+    for name, part in parts.items():
+        if not part.is_early and part.episode_id in episodes:
+            found[name] = part_of(episodes[part.episode_id], part.first_turn)
+    return found
 
 
 def repeat_steps(
@@ -125,7 +147,7 @@ def groups_of(
     """Return the groups of a logged batch, in its order, with the rewards that it trained on."""
     return [
         Group(
-            group_id=split_episode_id(ids[0])[0],
+            group_id=split_episode_id(PartName.parse(ids[0]).episode_id)[0],
             members=[rewarded(episodes[name], rewards) for name in ids],
         )
         for ids in step.groups
@@ -156,6 +178,8 @@ def readopt(buffer: TrajectoryBuffer, run_dir: RunDir, start: ReplayPoint) -> No
             for o in (outcomes if is_in_checkpoints else step.outcomes)
         }
         buffer.report(outcomes)
+        if not step.is_skipped:
+            buffer.adopt_parts(step.groups)
     num_episodes = num_open = 0
     for position, trajectory in read_journal(run_dir.journal, start=start.position):
         step = consumed.get(trajectory.episode_id)

@@ -108,7 +108,7 @@ class RewardLog:
                 self._prune(steps, closed_below)
 
     def _prune(self, steps: Path, closed_below: int) -> None:
-        needed = {ids[0].rpartition("/")[0] for step in read_steps(steps) for ids in step.groups}
+        needed = {ids[0].partition("/")[0] for step in read_steps(steps) for ids in step.groups}
         remaining = {
             name: reward
             for name, reward in self.rewards.items()

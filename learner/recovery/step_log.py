@@ -31,7 +31,7 @@ class LoggedStep:
 
     # Version after the step; for a skipped batch the version of the unchanged weights.
     version: int
-    groups: list[list[str]]  # Episode ids, in the order of training.
+    groups: list[list[str]]  # Episodes and parts as `PartName` writes them, in training order.
     outcomes: list[EpisodeOutcome]
     is_skipped: bool = False  # The controller skipped the batch; the weights did not change.
     # Number of batches so far, with this one; 0: logged by a release without numbers.
@@ -160,6 +160,7 @@ class StepLog:
     def _note(self, step: LoggedStep, offset: int) -> None:
         """Keep the position of a line, with the data that decides when it may be pruned."""
         names = [o.episode_id for o in step.outcomes]
+        names += [name for ids in step.groups for name in ids]
         numbers = [training_number(name) or 0 for name in names]
         self._lines.append((offset, step.consumed_by, max(numbers, default=0)))
 
@@ -168,6 +169,8 @@ def _line(step: LoggedStep) -> bytes:
     """Return a step as a line of the log."""
     outcomes = [[o.episode_id, o.outcome.value, o.cause] for o in step.outcomes]
     plain = {"version": step.version, "groups": step.groups, "outcomes": outcomes}
+    stale = {o.episode_id: o.num_stale_tokens for o in step.outcomes if o.num_stale_tokens}
+    plain |= {"stale_tokens": stale} if stale else {}
     plain |= {"number": step.number} if step.number else {}
     plain |= {"skipped": True} if step.is_skipped else {}
     plain |= {"segment": step.journal_file} if step.journal_file >= 0 else {}
@@ -210,11 +213,17 @@ def _parse(plain: dict[str, Any], offset: int) -> LoggedStep:
     is_right = isinstance(version, int) and isinstance(groups, list)
     if not is_right or not all(isinstance(name, str) for ids in groups for name in ids):
         raise ValueError("the line has no version or no episode ids")
+    stale: dict[str, int] = plain.get("stale_tokens", {})
     return LoggedStep(
         version=version,
         groups=groups,
         outcomes=[
-            EpisodeOutcome(episode_id=name, outcome=Outcome(outcome), cause=cause)
+            EpisodeOutcome(
+                episode_id=name,
+                outcome=Outcome(outcome),
+                cause=cause,
+                num_stale_tokens=stale.get(name, 0),
+            )
             for name, outcome, cause in plain["outcomes"]
         ],
         is_skipped=plain.get("skipped", False),

@@ -1,7 +1,7 @@
 """The selection audit: outcomes by environment, subset, horizon and length of the episode.
 
 The length is counted in turns and in sampled tokens. Each sampled token has the outcome of its
-episode.
+episode, or is stale beside trained ones (`learner.partial_episodes`).
 
 Staleness and deadlines drop long episodes first. A policy that learns only from quick episodes
 learns to be quick. So the shares of dropped episodes are counted, shown, and warned about.
@@ -119,11 +119,22 @@ class SelectionAudit:
     tokens: dict[Cell, Counter[str]] = field(default_factory=dict[Cell, Counter[str]])
     _warned: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]], metadata=FIXED)
 
-    def add(self, cell: Cell, outcome: str, cause: str, *, num_tokens: int = 0) -> None:
-        """Count an outcome of an episode with so many sampled tokens."""
+    def add(
+        self, cell: Cell, outcome: str, cause: str, *, num_tokens: int = 0, num_stale: int = 0
+    ) -> None:
+        """Count an outcome.
+
+        Args:
+            num_tokens: sampled tokens of the episode.
+            num_stale: those of them that were stale although the episode was trained.
+        """
         column = _column(outcome, cause)
         self.cells.setdefault(cell, Counter())[column] += 1
-        self.tokens.setdefault(cell, Counter())[column] += num_tokens
+        counts = self.tokens.setdefault(cell, Counter())
+        # An episode that was given up before its arrival has no number of tokens.
+        num_stale = min(num_stale, num_tokens)
+        counts[column] += num_tokens - num_stale
+        counts[Outcome.STALE.value] += num_stale
 
     def take_back(self, cell: Cell, outcome: str, cause: str, *, num_tokens: int = 0) -> None:
         """Undo `add`: the learner reports another outcome than the provisional one."""

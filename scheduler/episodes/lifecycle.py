@@ -281,7 +281,8 @@ class EpisodeLifecycle:
         )
         earlier = entry[1].settled if entry else self.table.find_closed(report.episode_id)
         if earlier is not None:
-            if self._is_rebooked(report.episode_id, earlier, settled):
+            num_stale = report.num_stale_tokens
+            if self._is_rebooked(report.episode_id, earlier, settled, num_stale=num_stale):
                 if entry:
                     entry[1].settled = settled
                 else:
@@ -293,7 +294,7 @@ class EpisodeLifecycle:
                 is_of_group = report.error.startswith("groups.reward")
                 refused = "" if is_of_group else "the learner refused an episode: "
                 self.kinds.add(cause, f"{refused}{report.error}")
-            self._settle(*entry, settled)
+            self._settle(*entry, settled, num_stale=report.num_stale_tokens)
         else:
             self._unknown(report.episode_id)
 
@@ -322,8 +323,14 @@ class EpisodeLifecycle:
             if group.is_train and episode.state in states:
                 self._give_up(group, episode, Outcome.STALE.value, RUN_ENDED)
 
-    def _settle(self, group: GroupRecord, episode: EpisodeRecord, settled: Settled) -> None:
-        """Book the outcome of an episode, and close its group if it was the last."""
+    def _settle(
+        self, group: GroupRecord, episode: EpisodeRecord, settled: Settled, *, num_stale: int = 0
+    ) -> None:
+        """Book the outcome of an episode, and close its group if it was the last.
+
+        Args:
+            num_stale: sampled tokens of a trained episode that were stale.
+        """
         self._move(episode, EpisodePhase.SETTLED)
         group.num_settled += episode.settled is None
         episode.settled = settled
@@ -331,11 +338,17 @@ class EpisodeLifecycle:
         self.news.append((episode.episode_id, settled.outcome, settled.cause))
         if group.is_train:
             self.audit.add(
-                episode.cell, settled.outcome, settled.cause, num_tokens=settled.num_tokens
+                episode.cell,
+                settled.outcome,
+                settled.cause,
+                num_tokens=settled.num_tokens,
+                num_stale=num_stale,
             )
         self._maybe_close(group)
 
-    def _is_rebooked(self, episode_id: str, earlier: Settled, settled: Settled) -> bool:
+    def _is_rebooked(
+        self, episode_id: str, earlier: Settled, settled: Settled, *, num_stale: int
+    ) -> bool:
         """Replace the outcome of an episode by the learner's report, unless it was trained."""
         if earlier.outcome == settled.outcome:
             return False
@@ -357,7 +370,13 @@ class EpisodeLifecycle:
             self.audit.take_back(
                 earlier.cell, earlier.outcome, earlier.cause, num_tokens=num_tokens
             )
-            self.audit.add(earlier.cell, settled.outcome, settled.cause, num_tokens=num_tokens)
+            self.audit.add(
+                earlier.cell,
+                settled.outcome,
+                settled.cause,
+                num_tokens=num_tokens,
+                num_stale=num_stale,
+            )
         return True
 
     def _maybe_close(self, group: GroupRecord) -> None:

@@ -23,7 +23,7 @@ from common.config.learner import (
 from common.config.model import ModelSection
 from common.config.run_config import RunConfig
 from common.weights.buckets import views
-from common.wire.messages import Trajectory
+from common.wire.messages import EndReason, Trajectory
 from learner.batch.batching import MicroBatch, Sample, each_microbatch
 from learner.ingest.buffer import GroupAssembly
 from learner.policy.activation_plan import StoredLayers
@@ -59,6 +59,46 @@ def make_trajectory(
         version=version,
         logprobs=full,
         **changes,
+    )
+
+
+def make_episode(
+    versions: list[int], *, name: str = "g0000000", member: int = 0, seed: int = 0
+) -> Trajectory:
+    """An episode of a prompt, and of two sampled tokens and one observed token for each turn."""
+    rng = np.random.default_rng(seed)
+    num = 1 + 3 * len(versions)
+    turns = np.array([0, *(turn for turn in range(len(versions)) for _ in range(3))], np.int32)
+    mask = np.array([False, *[True, True, False] * len(versions)])
+    whole = make_trajectory(
+        rng.integers(0, 50, size=num).tolist(),
+        mask.astype(int).tolist(),
+        group_id=name,
+        member=member,
+    )
+    of_tokens = np.where(mask, np.array(versions, np.int32)[turns], -1).astype(np.int32)
+    return replace(
+        whole,
+        versions=of_tokens,
+        turn_ids=turns,
+        num_turns=len(versions),
+        invalid_turns=np.zeros(len(versions), dtype=np.bool_),
+        turn_scores=np.zeros(len(versions), dtype=np.float32),
+        num_invalid_actions=0,
+    )
+
+
+def so_far(whole: Trajectory, num_turns: int) -> Trajectory:
+    """The first turns of an episode, as its actor sends them while it runs."""
+    num = 1 + 3 * num_turns
+    columns = ("token_ids", "loss_mask", "logprobs", "versions", "turn_ids")
+    return replace(
+        whole,
+        end_reason=EndReason.UNFINISHED,
+        num_turns=num_turns,
+        invalid_turns=whole.invalid_turns[:num_turns],
+        turn_scores=whole.turn_scores[:num_turns],
+        **{column: getattr(whole, column)[:num] for column in columns},
     )
 
 

@@ -76,7 +76,7 @@ def make_learner(root: Path, neighbour: Any) -> Learner:
     given: dict[str, Any] = {name: neighbour for name in Learner.__dataclass_fields__}
     given |= {"run_dir": RunDir(root=root), "model": make_model(), "version": 1}
     given["checkpoints"] = keeper
-    given |= {"teacher": None, "reward_log": None}
+    given |= {"teacher": None, "reward_log": None, "part_log": None}
     return Learner(**given)
 
 

@@ -40,6 +40,7 @@ _STATE_LOG = re.compile(rb'\{"log": (\d+)')
 APPENDED = (
     "journal/steps.jsonl",
     "journal/group_rewards.jsonl",  # After the steps, whose groups it must have.
+    "journal/parts.jsonl",  # After the steps, whose parts it must have.
     "checksums.jsonl",
     "metrics.jsonl",
     "outcomes.jsonl",

@@ -27,6 +27,7 @@ from learner.journal.files import (
 )
 from learner.journal.journal import read_journal
 from learner.journal.upkeep import DAY_S, GB, RetentionLimits, prune_old
+from learner.recovery.parts import PartName
 from tools.cli.command_line import ParsedCommand
 from tools.copies.command import copy, fetch_run
 from tools.exchange.writing import FORMATS, load_framing, write
@@ -146,7 +147,8 @@ def _consumed(run_dir: RunDir) -> dict[str, int | None]:
                 if "pruned" in step:
                     continue
                 version = None if step.get("skipped") else step["version"]
-                consumed |= {name: version for ids in step["groups"] for name in ids}
+                names = (PartName.parse(name) for ids in step["groups"] for name in ids)
+                consumed |= {name.episode_id: version for name in names}
             except (ValueError, TypeError, KeyError) as error:
                 raise ConfigError(
                     f"{run_dir.steps}: line {number} is damaged ({error!r})"

@@ -12,6 +12,8 @@ from learner.ingest.journal_index import load_replay_point
 from learner.journal.files import journal_files, load_pruned, read_around_damage
 from learner.journal.journal import JournalPosition
 from learner.recovery.checksums import ChecksumRecord, Start, read_checksums
+from learner.recovery.parts import PartName
+from learner.recovery.resume import with_parts
 from learner.recovery.step_log import LoggedStep, load_pruned_steps, read_steps
 from learner.training.checkpoint import complete_checkpoints, load_values
 
@@ -132,6 +134,7 @@ def _check_kept(plan: Plan, versions: list[int], last_logged: int) -> None:
         return
     wanted = {name for step in plan.steps for ids in step.groups for name in ids}
     left = JournalEpisodes(plan.run_dir, wanted).names()
+    left |= {name for name in wanted if PartName.parse(name).is_early}  # `take` reads their log.
     lost = [s for s in plan.steps if not left.issuperset(n for ids in s.groups for n in ids)]
     if not lost:
         return
@@ -171,8 +174,11 @@ class JournalEpisodes:
         self, run_dir: RunDir, wanted: Collection[str], start: JournalPosition | None = None
     ) -> None:
         """Begin at a position; None is the first available record."""
+        self._run_dir = run_dir
         self._folder = run_dir.journal
-        self._wanted = wanted
+        self._names: dict[str, list[str]] = {}  # Episode id -> its names in the step log.
+        for name in sorted(wanted):
+            self._names.setdefault(PartName.parse(name).episode_id, []).append(name)
         self._start = start
         self._held: dict[str, Trajectory] = {}
         self.damage: list[str] = []  # Descriptions of the damage found so far.
@@ -181,10 +187,17 @@ class JournalEpisodes:
     def take(self, step: LoggedStep) -> dict[str, Trajectory]:
         """Return the episodes of a batch by id, once. Raises: EpisodesMissing."""
         names = [name for ids in step.groups for name in ids]
+        early = [name for name in names if PartName.parse(name).is_early]
+        self._held |= with_parts({}, early, self._run_dir)
         missing = set(names) - self._held.keys()
-        while missing and (record := next(self._rest, None)) is not None:
-            self._held[record.episode_id] = record
-            missing.discard(record.episode_id)
+        while missing - {*early} and (record := next(self._rest, None)) is not None:
+            held = with_parts(
+                {record.episode_id: record},
+                [n for n in self._names[record.episode_id] if not PartName.parse(n).is_early],
+                self._run_dir,
+            )
+            self._held |= held
+            missing -= held.keys()
         if missing:
             # The journal may have been pruned since the plan was made.
             pruned = load_pruned(self._folder)
@@ -194,7 +207,7 @@ class JournalEpisodes:
 
     def names(self) -> set[str]:
         """Return the wanted ids that the journal holds. This reads all of the journal."""
-        return {each.episode_id for each in self._rest}
+        return {name for each in self._rest for name in self._names[each.episode_id]}
 
     def _read(self) -> Iterator[Trajectory]:
         """Yield the trajectories of the journal, and keep the texts of damaged parts."""
@@ -208,7 +221,7 @@ class JournalEpisodes:
             for record in read_around_damage(self._folder, number, is_last=is_last, offset=offset):
                 if isinstance(record, str):
                     self.damage.append(record)
-                elif record.episode_id in self._wanted:
+                elif record.episode_id in self._names:
                     yield record
 
 

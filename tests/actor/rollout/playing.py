@@ -1,10 +1,11 @@
 """Helpers for tests of episodes: a scripted session and a letter renderer."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from actor.rollout.env_client import ExpertHint, HubStepResult
-from actor.rollout.episode import WHOLE, Act, EnvSession, Render, Turn, run_episode
+from actor.rollout.episode import WHOLE, Act, EnvSession, EpisodeState, Render, Turn, run_episode
 from common.config.actor import AgentOptions
 from common.errors import EnvError
 from common.wire.messages import EpisodeKind, Lease, PolicyKind, Trajectory
@@ -109,6 +110,7 @@ async def episode(
     turn_tokens: int = 2,
     keeps_last: bool = False,
     options: AgentOptions = WHOLE,
+    on_turn: Callable[[EpisodeState], None] = lambda _: None,
 ) -> Trajectory:
     async def open_session() -> EnvSession:
         if isinstance(session, EnvError):
@@ -126,6 +128,7 @@ async def episode(
         actor="actor-0",
         keeps_last=keeps_last,
         options=options,
+        on_turn=on_turn,
     )
 
 

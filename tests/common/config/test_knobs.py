@@ -33,7 +33,7 @@ from common.config.knobs import (
 )
 from common.config.load import load_config
 from common.config.model import ModelSection
-from common.config.run_config import Launcher, check_training
+from common.config.run_config import Launcher, check_training, trains_early
 from common.config.tasks import TaskSection
 from common.errors import ConfigError
 from tests.configs import edited
@@ -346,3 +346,39 @@ def test_training_requires_learner_room_for_an_episode() -> None:
     check_training(edited(cfg, two | {"learner.max_tokens_per_microbatch": 4096}))
     with pytest.raises(ConfigError, match=r"=4095: must be >= .*8192 / learner\.sequence_ranks=2,"):
         check_training(edited(cfg, two | {"learner.max_tokens_per_microbatch": 4095}))
+
+
+PARTS = "learner.partial_episodes=turns"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["train.mode=sync"], "learner.partial_episodes='turns': needs train.mode=async"),
+        (["groups.forks=3"], "learner.partial_episodes='turns': needs groups.forks=0"),
+        (
+            ["algorithm.teacher.path=t"],
+            "learner.partial_episodes='turns': needs no algorithm.teach",
+        ),
+        (["learner.max_lag_steps=0"], "learner.max_lag_steps=0: must be at least 1 with learner."),
+        (
+            ["algorithm.advantage=ppo", "groups.filter=a:b"],
+            "groups.filter='a:b': must be empty with algorithm.advantage=ppo",
+        ),
+        (
+            ["algorithm.advantage=ppo", "groups.reward=a:b"],
+            "groups.reward='a:b': must be empty with algorithm.advantage=ppo",
+        ),
+    ],
+)
+def test_parts_are_refused_where_they_cannot_be_trained(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("quickstart", [PARTS, *overrides])
+    assert str(caught.value).startswith(words)
+
+
+def test_only_a_critic_trains_unfinished_episodes() -> None:
+    ppo = "algorithm.advantage=ppo"
+    assert trains_early(load_config("quickstart", [PARTS, ppo]))
+    assert not trains_early(load_config("quickstart", [PARTS]))
+    assert not trains_early(load_config("quickstart", [ppo]))

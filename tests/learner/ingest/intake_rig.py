@@ -168,6 +168,7 @@ class Setup:
         score: ScoreGroup | None = None,
         compare: RewardGroup | None = None,
         has_room: Callable[[], bool] = lambda: True,
+        trains_early: bool = False,
     ) -> None:
         self.run_dir = RunDir(root=root)
         keys = create_keys(root / "keys")
@@ -183,6 +184,8 @@ class Setup:
             has_signal=lambda m: group_has_signal(m, algorithm),
             is_taught=teacher.is_on,
             is_compared=compare is not None,
+            is_by_turn=trains_early,
+            trains_early=trains_early,
         )
         index = JournalIndex(end=self.journal.position)
         reports = ReportLog()

@@ -23,6 +23,7 @@ from common.wire.messages import (
 )
 from learner.journal.journal import JOURNAL_START, read_journal
 from tests.full_disk import no_room_beyond
+from tests.learner.builders import make_episode, so_far
 from tests.learner.ingest.intake_rig import HELLO, VOCAB_SIZE, Setup, member
 
 
@@ -97,6 +98,27 @@ def test_refused_trajectory_gets_its_reason_and_is_not_journaled(running: Setup)
     running.scheduler.pump_until(lambda: running.scheduler.groups == {"g": True})
     assert running.scheduler.outcomes == {"g/2": ("failed", "refused")}
     assert running.admission.counts()["admission/refused"] == 1
+
+
+def test_part_is_trained_and_neither_journalled_nor_acknowledged(tmp_path: Path) -> None:
+    key = b"of scheduler and learner"
+    setup = Setup(tmp_path, lease_key=key, trains_early=True)
+    setup.intake.start()
+    whole = make_episode([0, 0], name="g0000001")
+    part = so_far(replace(whole, lease_mac=lease_mac(whole, whole.actor, key)), 1)
+    bad = replace(part, turn_ids=part.turn_ids + 1)
+    for each in (replace(part, lease_mac="no"), bad, part):
+        setup.actor.send_multipart(encode(each))
+    for number in range(3):
+        own = member(number)
+        assert setup.deliver(replace(own, lease_mac=lease_mac(own, own.actor, key))).is_accepted
+    (group, early), _ = setup.next_batch(version=1)
+    assert (group.group_id, early.is_early) == ("g", True)
+    assert early.members[0].token_ids.tolist() == part.token_ids.tolist()
+    assert setup.journaled() == ["g/0", "g/1", "g/2"]
+    assert sum(setup.router.num_refused("trajectories").values()) == 2
+    assert setup.scheduler.outcomes == {}
+    setup.close()
 
 
 def test_unleased_episode_is_refused_without_report(tmp_path: Path) -> None:

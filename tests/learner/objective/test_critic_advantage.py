@@ -5,12 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from common.config.algorithm import AlgorithmSection
+from common.config.algorithm import AlgorithmSection, CreditLevel
 from common.config.learner import CriticSection, CriticTargets
 from common.wire.messages import EndReason
 from learner.batch.batching import Sample
 from learner.objective.advantages import Scored, advantages_from_critic
-from tests.learner.builders import make_trajectory
+from learner.recovery.parts import part_of
+from tests.learner.builders import make_episode, make_trajectory, so_far
 
 
 def samples() -> list[Sample]:
@@ -76,3 +77,28 @@ def test_vtrace_takes_the_policy_over_the_sampler() -> None:
     assert found[0].value_targets is not None
     assert found[0].value_targets.tolist() == pytest.approx([0.25 + 0.5 * 0.75] * 2)
     assert found[0].token_advantages().tolist() == pytest.approx([0.75] * 2)
+
+
+def test_part_has_its_own_rewards_and_the_value_of_its_end() -> None:
+    whole = make_episode([0, 0, 0])
+    scores = np.array([0.25, 0.5, 0.75], np.float32)
+    running = replace(so_far(whole, 2), turn_scores=scores[:2], reward=0.5)
+    ended = replace(whole, turn_scores=scores, reward=0.75)
+    early = Sample(trajectory=part_of(running, 1), advantage=0.0)
+    late = Sample(trajectory=part_of(ended, 2), advantage=0.0)
+    scored = Scored(
+        values=floats(0.3, 9.0, 0.1, 9.0),
+        end_values=floats(0.2, 7.0),
+        logprobs=floats(-1.0, -1.0, -1.0, -1.0),
+    )
+    by_turn = AlgorithmSection(reward_level=CreditLevel.TURN)
+    found = advantages_from_critic([early, late], scored, by_turn, CriticSection(whiten=False))
+    # The second turn scores 0.25, and 0.2 is the value of its end; the first turn's 0.25 is not its
+    # own. The last turn scores 0.25, and nothing follows.
+    assert found[0].token_advantages().tolist() == pytest.approx([0.25 + 0.2 - 0.3] * 2)
+    assert found[1].token_advantages().tolist() == pytest.approx([0.25 - 0.1] * 2)
+    whole_credit = AlgorithmSection()
+    found = advantages_from_critic([early, late], scored, whole_credit, CriticSection(whiten=False))
+    # The score so far is not paid at the cut: the value of the end, at least 0.5, includes it.
+    assert found[0].token_advantages().tolist() == pytest.approx([0.5 - 0.3] * 2)
+    assert found[1].token_advantages().tolist() == pytest.approx([0.75 - 0.1] * 2)

@@ -43,7 +43,13 @@ class LongRun:
         given: dict[str, Any] = dict.fromkeys(Learner.__dataclass_fields__, self)
         given |= {"run_dir": self.run_dir, "journal": self.journal, "step_log": self.step_log}
         learner = Learner(
-            **given | {"checksums": self.checksums, "metrics": self.metrics, "reward_log": None}
+            **given
+            | {
+                "checksums": self.checksums,
+                "metrics": self.metrics,
+                "reward_log": None,
+                "part_log": None,
+            }
         )
         self.saving = Saving(learner, set_status=lambda **_: None, check=lambda: None)
 

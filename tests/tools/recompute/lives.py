@@ -18,9 +18,11 @@ from learner.journal.journal import JournalWriter
 from learner.journal.metrics import MetricsWriter
 from learner.objective.advantages import samples_of
 from learner.recovery.checksums import ChecksumLog, start_of
+from learner.recovery.parts import PartLog, part_of
 from learner.recovery.resume import repeat_steps, steps_since
 from learner.recovery.step_log import LoggedStep, StepLog
 from learner.training.checkpoint import newest_checkpoint
+from tests.learner.builders import make_episode, make_trajectory, so_far
 from tools.recompute.rebuild import Rebuilt
 
 SETTINGS = [
@@ -53,8 +55,6 @@ def batch_of(number: int, version: int, *, is_nan: bool = False) -> list[Group]:
 
 
 def _episode(rng: np.random.Generator, group_id: str, member: int, version: int) -> Trajectory:
-    from tests.learner.builders import make_trajectory
-
     length = int(rng.integers(8, 20))
     return make_trajectory(
         rng.integers(4, 400, size=length).tolist(),
@@ -67,6 +67,15 @@ def _episode(rng: np.random.Generator, group_id: str, member: int, version: int)
     )
 
 
+LONG = make_episode([0, 0, 1, 1], name="g0000900")
+
+
+def part_of_episode(*, is_early: bool) -> Group:
+    """Return the first two turns of an episode, or its other turns."""
+    part = part_of(so_far(LONG, 2), 0) if is_early else part_of(LONG, 2)
+    return Group(group_id=part.group_id, members=[part], is_early=is_early)
+
+
 def live(
     root: Path,
     cfg: RunConfig,
@@ -75,6 +84,8 @@ def live(
     skipped: Collection[int] = (),
     nan: Collection[int] = (),
     saved: Collection[int] = (),
+    early: Collection[int] = (),
+    late: Collection[int] = (),
 ) -> RunDir:
     """Go on with a run, or begin it, as a learner does, and end without a word.
 
@@ -83,6 +94,8 @@ def live(
         skipped: of them, those that are skipped.
         nan: of them, those that hold a number that is none.
         saved: after which of them there is a checkpoint.
+        early: those that train the first turns of an episode that has not ended.
+        late: those that train its other turns.
     """
     run_dir = RunDir(root=root)
     root.mkdir(exist_ok=True)
@@ -93,6 +106,7 @@ def live(
         closing(rebuilt),
         closing(JournalWriter(run_dir.journal, max_file_bytes=FILE_BYTES)) as journal,
         closing(StepLog(run_dir.steps)) as step_log,
+        closing(PartLog(run_dir.parts)) as part_log,
         closing(ChecksumLog(run_dir.checksums, version=version)) as checksums,
         closing(MetricsWriter(run_dir, [], resumed_at_step=version or -1)) as metrics,
     ):
@@ -115,6 +129,12 @@ def live(
             members = [member for group in groups for member in group.members]
             for member in members:
                 journal.append(member)
+            if number in early:
+                groups.append(part_of_episode(is_early=True))
+                part_log.append(groups[-1].members)
+            if number in late:
+                journal.append(LONG)
+                groups.append(part_of_episode(is_early=False))
             journal.sync()
             is_skipped = number in skipped
             samples = samples_of(groups, cfg.algorithm, trainer.baseline)
@@ -123,7 +143,7 @@ def live(
             outcome = Outcome.STALE if is_skipped else Outcome.TRAINED
             step = LoggedStep(
                 version=version,
-                groups=[[member.episode_id for member in group.members] for group in groups],
+                groups=[group.names for group in groups],
                 outcomes=[
                     EpisodeOutcome(episode_id=member.episode_id, outcome=outcome, cause="")
                     for member in members

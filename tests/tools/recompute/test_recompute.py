@@ -98,6 +98,26 @@ def test_recompute_reproduces_the_learner_over_restarts(
 
 
 @pytest.mark.slow
+def test_recompute_reproduces_parts_over_restarts(tmp_path: Path) -> None:
+    root = tmp_path / "r"
+    cfg = config(*("algorithm.advantage=ppo", "learner.partial_episodes=turns", "train.mode=async"))
+    run = live(root, cfg, range(3), saved=[0], early=[1])
+    live(root, cfg, range(3, 5), late=[4])
+    steps = {step.version: step.groups for step in read_steps(run.steps)}
+    assert steps[2][-1][0].startswith("g0000900/0@0-2-")
+    assert steps[5][-1] == ["g0000900/0@2"]
+    code, said = computed(root)
+    assert code == 0, said
+    assert result(root)["equal_checksums"] == 6
+    lines = run.parts.read_bytes()
+    run.parts.write_bytes(b"")
+    code, said = computed(root)
+    assert code == 1
+    assert "g0000900/0@0-2-" in said[-1]
+    run.parts.write_bytes(lines)
+
+
+@pytest.mark.slow
 @pytest.mark.long
 def test_recompute_reproduces_killed_ranks(tmp_path: Path) -> None:
     running = ["algorithm.advantage=running", "learner.num_ranks=2", "learner.compile=true"]
