@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from common.config.algorithm import Advantage, AlgorithmSection, Correction, PolicyLoss, RowCredit
+from common.config.algorithm import Advantage, AlgorithmSection, PolicyLoss, RowCredit
 from common.config.envhub import EnvhubSection
 from common.config.horizon import MAX_STAGE
 from common.config.knobs import HOST, PATH, PEER_NAME, URL, WORD, Contradiction, knob, seconds
@@ -437,17 +437,10 @@ class AgentOptions:
             if algorithm.advantage is Advantage.PPO:
                 law = "must be all with algorithm.advantage=ppo: a critic's credit passes all rows"
                 yield "algorithm.row_credit", credit, law
-        ratios: list[tuple[str, object]] = []
-        if algorithm.policy_loss is PolicyLoss.GSPO:
-            ratios.append(("algorithm.policy_loss", "gspo"))
-        if algorithm.correction in (Correction.SEQUENCE_TIS, Correction.GEOMETRIC):
-            ratios.append(("algorithm.correction", str(algorithm.correction)))
-        if algorithm.negative_mask_delta > 0:
-            ratios.append(("algorithm.negative_mask_delta", algorithm.negative_mask_delta))
         where = "endpoint=true" if self.endpoint else f"context={self.context.value}"
         if not self.endpoint and self.context is ContextKind.FULL:
             where = f"keep_thinking={self.keep_thinking.value}"
-        for key, value in ratios if self.has_segments else []:
+        for key, value in algorithm.episode_ratios if self.has_segments else []:
             law = "computes a ratio over a whole episode, but an episode has several training rows"
             yield key, value, f"{law} with actor.{where}"
         if algorithm.policy_loss is PolicyLoss.TURN and self.parts_turns:

@@ -414,6 +414,18 @@ class AlgorithmSection:
     teacher: TeacherSection = field(default_factory=TeacherSection)
 
     @property
+    def episode_ratios(self) -> list[tuple[str, object]]:
+        """Keys with their values that compute a ratio over a whole episode."""
+        ratios: list[tuple[str, object]] = []
+        if self.policy_loss == PolicyLoss.GSPO:
+            ratios.append(("algorithm.policy_loss", "gspo"))
+        if self.correction in (Correction.SEQUENCE_TIS, Correction.GEOMETRIC):
+            ratios.append(("algorithm.correction", str(self.correction)))
+        if self.negative_mask_delta > 0:
+            ratios.append(("algorithm.negative_mask_delta", self.negative_mask_delta))
+        return ratios
+
+    @property
     def is_group_relative(self) -> bool:
         """Whether a group has no signal if all its members have the same return."""
         return self.advantage in (Advantage.GRPO, Advantage.RLOO, Advantage.REINFORCE_PP_BASELINE)

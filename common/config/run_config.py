@@ -171,6 +171,9 @@ class RunConfig:
             yield key, "turns", law
         if self.algorithm.teacher.is_on:
             yield key, "turns", "needs no algorithm.teacher: it scores whole episodes"
+        for name, value in self.algorithm.episode_ratios:
+            law = "computes a ratio over a whole episode, which is trained in parts with"
+            yield name, value, f"{law} {key}=turns"
         if self.algorithm.advantage != Advantage.PPO:
             return
         law = "with algorithm.advantage=ppo: parts are trained before their group is complete"

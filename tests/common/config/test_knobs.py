@@ -360,6 +360,7 @@ PARTS = "learner.partial_episodes=turns"
             ["algorithm.teacher.path=t"],
             "learner.partial_episodes='turns': needs no algorithm.teach",
         ),
+        (["algorithm.policy_loss=gspo"], "algorithm.policy_loss='gspo': computes a ratio over a"),
         (["learner.max_lag_steps=0"], "learner.max_lag_steps=0: must be at least 1 with learner."),
         (
             ["algorithm.advantage=ppo", "groups.filter=a:b"],
