@@ -71,11 +71,11 @@ class TrainBatch:
 
     @property
     def early_parts(self) -> list[Trajectory]:
-        """The parts of episodes whose groups are not complete."""
+        """The parts that are trained before their groups."""
         return [member for group in self.groups if group.is_early for member in group.members]
 
     def outcomes(self, outcome: Outcome, cause: str = "") -> list[EpisodeOutcome]:
-        """Return the same outcome for every member of a complete group."""
+        """Return the same outcome for every member of a group, without early parts."""
         return [each for group in self.groups for each in group.outcomes(outcome, cause)]
 
 
@@ -471,7 +471,7 @@ def part_metrics(batch: TrainBatch) -> dict[str, float]:
 
 
 def _late_parts(batch: TrainBatch) -> list[PartName]:
-    """Return the names of the members of complete groups."""
+    """Return the names of the members that are trained with their groups."""
     names = [name for group in batch.groups if not group.is_early for name in group.names]
     return [PartName.parse(name) for name in names]
 

@@ -209,7 +209,7 @@ class PartialEpisodes(StrEnum):
     off: an episode is trained as a whole, or is stale as a whole. turns: staleness is decided for
     each turn. The fresh turns of an episode are trained, and its stale turns are context. With
     algorithm.advantage=ppo the turns of an unfinished episode are trained, too, at the last step
-    that accepts them: the critic values the rest of the episode.
+    that accepts them. The critic values the rest of the episode.
     """
 
     OFF = "off"

@@ -176,7 +176,7 @@ class RunConfig:
             yield name, value, f"{law} {key}=turns"
         if self.algorithm.advantage != Advantage.PPO:
             return
-        law = "with algorithm.advantage=ppo: parts are trained before their group is complete"
+        law = "with algorithm.advantage=ppo: parts are trained before their group"
         if self.groups.filter:
             yield "groups.filter", self.groups.filter, f"must be empty {law}"
         if self.groups.reward:

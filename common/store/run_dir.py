@@ -40,7 +40,7 @@ class RunDir:
     journal = _Below("journal")  # Folder of the accepted trajectories.
     steps = _Below("journal/steps.jsonl")  # Groups that each step consumed.
     group_rewards = _Below("journal/group_rewards.jsonl")  # Rewards over groups, one line for each.
-    parts = _Below("journal/parts.jsonl")  # Parts trained before their groups were complete.
+    parts = _Below("journal/parts.jsonl")  # Parts that were trained before their groups.
     replay_point = _Below("journal/replay_point.json")
     precision = _Below("precision.json")  # Precision of the learner's computations.
     checkpoints = _Below("checkpoints")

@@ -49,7 +49,7 @@ class Group:
     members: list[Trajectory]
     # Scores of the teacher by episode; empty without a teacher.
     scores: Mapping[str, TeacherScores] = field(default_factory=dict[str, TeacherScores])
-    # True for a part of an episode that is trained before its group is complete.
+    # True for a part of an episode that is trained before its group.
     is_early: bool = False
     # Sampled tokens that earlier steps trained, and stale ones, by episode; 0 if absent.
     num_trained: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -145,12 +145,12 @@ class GroupAssembly:
             is_taught: complete groups with signal wait for `add_scores` before a batch takes them.
             is_compared: groups whose members have ended wait for `add_rewards`, then are complete.
             is_by_turn: decide staleness for each turn; stale turns of an episode are context.
-            trains_early: train the turns of an incomplete group at the last step that accepts them.
+            trains_early: train turns outside of the batch at the last step that accepts them.
         """
         self._is_by_turn = is_by_turn
         self._trains_early = trains_early
         self._unfinished: dict[str, Trajectory] = {}  # Newest part of each running episode.
-        # Parts by episode that were trained before the group was complete.
+        # Parts by episode that were trained before the group.
         self._trained: dict[str, list[PartName]] = {}
         self._cfg = cfg
         self._filter = algorithm.filter_zero_variance
@@ -460,12 +460,14 @@ class GroupAssembly:
     def _early_parts(
         self, version: int, max_lag_steps: int, lag_bounds: Mapping[tuple[str, int], int] | None
     ) -> list[Group]:
-        """Return the parts of incomplete groups that the next step would not accept."""
+        """Return the parts outside of the batch that the next step would not accept."""
         if not self._trains_early:
             return []
         waiting = list(self._unfinished.values())
         for entry in self._open.values():
             waiting += entry.arrived.values()
+        for group in self._ready:  # The batch has not taken them.
+            waiting += group.members
         parts: list[Group] = []
         for whole in sorted(waiting, key=lambda each: each.episode_id):
             bound = _bound_of(whole, max_lag_steps, lag_bounds)

@@ -4,8 +4,8 @@ With `learner.partial_episodes=turns` staleness is decided turn by turn. Turns o
 were trained before, or are stale, become context, as the shared turns of a fork are
 (`common.forks`). A part is therefore a fork of its own episode.
 
-A part that is trained before its group is complete is logged as it was trained: the journal does
-not have it. The log is synced before the step is logged.
+A part that is trained before its group is logged as it was trained: the journal does not have it.
+The log is synced before the step is logged.
 """
 
 import base64
@@ -36,12 +36,12 @@ class PartName:
     """The turns of an episode that a step trained, as the step log names them.
 
     Example: "g0000012/3" is a whole episode. In "g0000012/3@4" the first four turns are context.
-    "g0000012/3@4-9-1f" has turns 4 to 8, and was trained before its group was complete.
+    "g0000012/3@4-9-1f" has turns 4 to 8, and was trained before its group.
     """
 
     episode_id: str
     first_turn: int = 0  # Earlier turns are context.
-    end_turn: int = 0  # The turn after the last one; 0: the group was complete.
+    end_turn: int = 0  # The turn after the last one; 0: it was trained with its group.
     digest: int = 0  # With an `end_turn`: the digest of the sampled tokens of these turns.
 
     @classmethod
@@ -49,7 +49,7 @@ class PartName:
         """Return the name of an episode or part as it is trained.
 
         Args:
-            is_early: its group is not complete.
+            is_early: it is trained before its group.
         """
         first = trajectory.num_shared_turns if trajectory.trunk == trajectory.member else 0
         name = cls(episode_id=trajectory.episode_id, first_turn=first)
@@ -73,7 +73,7 @@ class PartName:
 
     @property
     def is_early(self) -> bool:
-        """Whether the part was trained before its group was complete."""
+        """Whether the part was trained before its group."""
         return self.end_turn > 0
 
     @property
@@ -120,7 +120,7 @@ def first_fresh_turn(trajectory: Trajectory, *, least_version: int) -> int:
 
 
 class PartLog:
-    """The parts that were trained before their groups were complete, as JSON lines.
+    """The parts that were trained before their groups, as JSON lines.
 
     Opening it removes a torn last line. The main thread appends and prunes.
     """

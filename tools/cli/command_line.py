@@ -55,9 +55,9 @@ NAMES = [
 # Suites that train. They accept key=value, including study.*, and --dry-run.
 STUDIES = ("algorithms", "staleness", "teacher", "horizon", "peer")
 SUITES = (
-    "learner, pretrained, prefix-trees, weights, delta, actor, scheduler, transport, engines,"
-    " envhub, end2end, tail, chaos, chaos-delta, chaos-adapters, chaos-short, hostile, conformance,"
-    " conformance-layouts, gpu, gpu-small, "
+    "learner, pretrained, prefix-trees, partial-episodes, weights, delta, actor, scheduler,"
+    " transport, engines, envhub, end2end, tail, chaos, chaos-delta, chaos-adapters, chaos-short,"
+    " hostile, conformance, conformance-layouts, gpu, gpu-small, "
 ) + ", ".join(STUDIES)
 USUAL = "[--config NAME|FILE] [--dry-run] [key=value ...]"
 

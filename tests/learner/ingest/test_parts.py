@@ -119,6 +119,19 @@ def test_an_ended_member_of_an_open_group_is_trained_in_time() -> None:
     assert outcome.num_stale_tokens == 0
 
 
+def test_turns_of_a_group_that_waits_are_trained_in_time() -> None:
+    groups = make_groups()
+    for number, versions in enumerate(([5], [3, 4])):
+        groups.add(make_episode(versions, name=f"g000000{number}"))
+    (first, early), _ = take(groups, 5, bound=2)
+    assert first.names == ["g0000000/0"]
+    assert early.is_early
+    assert trained_turns(early.members[0]) == [0, 1]
+    taken, (outcome,) = take(groups, 6, bound=2)
+    assert taken == []
+    assert (outcome.outcome, outcome.num_stale_tokens) == (Outcome.TRAINED, 0)
+
+
 def test_episode_that_began_anew_is_trained_from_its_first_turn() -> None:
     groups = make_groups()
     groups.add_part(so_far(make_episode([3, 3], name="g0000001"), 2))
