@@ -179,8 +179,9 @@ class Result:
 class VirtualRun:
     """A run of actor and learner on virtual time."""
 
-    def __init__(self, arm: Arm, *, seed: int) -> None:
+    def __init__(self, arm: Arm, *, seed: int, num_ticks: int = NUM_TICKS) -> None:
         """Start with an untrained policy."""
+        self._num_ticks = num_ticks
         self._arm = arm
         self._rng = random.Random(seed)
         self._generator = torch.Generator().manual_seed(seed)
@@ -197,7 +198,7 @@ class VirtualRun:
         is_critic = arm.advantage is Advantage.PPO
         critic = make_critic(learner.critic, self._model, policy_path="") if is_critic else None
         settings = TrainerSettings(
-            learner=learner, algorithm=algorithm, num_steps=NUM_TICKS, engine_dtype="float32"
+            learner=learner, algorithm=algorithm, num_steps=num_ticks, engine_dtype="float32"
         )
         self._algorithm = algorithm
         self._trainer = Trainer(settings, Networks(policy=self._model, critic=critic))
@@ -217,7 +218,7 @@ class VirtualRun:
     def run(self) -> Result:
         """Play all ticks, then evaluate the policy."""
         step_at = 0
-        for tick in range(NUM_TICKS):
+        for tick in range(self._num_ticks):
             while len(self._games) <= SIZE * (NUM_GROUPS - 1):
                 self._open()
             play_turn(self._sampler, self._games, self._version, self._generator)

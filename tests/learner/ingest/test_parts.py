@@ -13,7 +13,10 @@ from common.config.groups import GroupsSection
 from common.errors import ConfigError
 from common.store.run_dir import RunDir
 from common.wire.messages import EndReason, EpisodeOutcome, Outcome, Trajectory
-from learner.ingest.buffer import Group, GroupAssembly, oldest_version
+from learner.ingest.buffer import Group, GroupAssembly, TrajectoryBuffer, oldest_version
+from learner.ingest.journal_index import FROM_THE_START, JournalIndex
+from learner.ingest.reports import ReportLog
+from learner.journal.journal import JournalWriter
 from learner.recovery.parts import (
     PartLog,
     PartName,
@@ -22,7 +25,7 @@ from learner.recovery.parts import (
     part_of,
     read_parts,
 )
-from learner.recovery.resume import with_parts
+from learner.recovery.resume import readopt, with_parts
 from learner.recovery.step_log import LoggedStep, StepLog
 from tests.learner.builders import make_episode, so_far
 
@@ -358,3 +361,22 @@ def test_restarted_learner_trains_no_part_twice() -> None:
     after.add(whole)
     (group,), _ = take(after, 7, bound=2)
     assert trained_turns(group.members[0]) == [2, 3]
+
+
+@pytest.mark.parametrize("is_skipped", [False, True])
+def test_resumed_run_reads_its_trained_parts(tmp_path: Path, is_skipped: bool) -> None:
+    run_dir = RunDir(root=tmp_path)
+    whole = make_episode([3, 4, 5, 6], name="g0000001")
+    early = PartName.of(so_far(whole, 2), is_early=True).text
+    journal = JournalWriter(run_dir.journal)
+    journal.append(whole)
+    journal.sync()
+    journal.close()
+    steps = StepLog(run_dir.steps)
+    steps.append(LoggedStep(version=5, groups=[[early]], outcomes=[], is_skipped=is_skipped))
+    steps.close()
+    index = JournalIndex(end=journal.position)
+    buffer = TrajectoryBuffer(make_groups(), index, ReportLog(), version=5)
+    readopt(buffer, run_dir, FROM_THE_START)
+    (group,), _ = buffer.next_batch(6, max_lag_steps=2, in_order=False, timeout_s=1.0)
+    assert trained_turns(group.members[0]) == ([1, 2, 3] if is_skipped else [2, 3])
