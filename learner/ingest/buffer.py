@@ -380,7 +380,7 @@ class GroupAssembly:
         if len(taken) < self._num_needed(version):
             self._ready.extendleft(reversed(taken))
             return [], outcomes
-        if self._is_by_turn:
+        if self._has_parts:
             taken = [
                 self._as_parts(
                     group, version, _bound_of(group.members[0], max_lag_steps, lag_bounds)
@@ -408,9 +408,14 @@ class GroupAssembly:
 
     # --- parts of episodes ------------------------------------------------------------------
 
+    @property
+    def _has_parts(self) -> bool:
+        """Whether turns may be context; also after a restart with `partial_episodes=off`."""
+        return self._is_by_turn or bool(self._trained)
+
     def _is_trainable(self, trajectory: Trajectory, version: int, max_lag_steps: int) -> bool:
         """Return True if the trajectory, or a turn of it, may still be trained on."""
-        if not self._is_by_turn:
+        if not self._has_parts:
             return is_fresh(trajectory, version, max_lag_steps=max_lag_steps)
         first = self._first_turn(trajectory, version, max_lag_steps)
         return bool((trajectory.loss_mask & (trajectory.turn_ids >= first)).any())
