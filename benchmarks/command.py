@@ -101,7 +101,8 @@ def _find_gpu_suite(request: ParsedCommand, path: Path) -> Measure:
 
 def _find_study(name: str, request: ParsedCommand) -> Measure:
     """Return the function of a study. Raises: ConfigError: a package is missing."""
-    module = "benchmarks.study.peer" if name == "peer" else "benchmarks.study.command"
+    is_peer = name in ("peer", "peer-pretrained")
+    module = "benchmarks.study.peer" if is_peer else "benchmarks.study.command"
     try:
         measure = import_module(module).measure
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The suite `peer`: TRL and this project on the quickstart's tasks, one after the other.
+"""The suites `peer` and `peer-pretrained`: TRL and this project on the same tasks, in turn.
 
 This project trains twice: in lockstep like TRL, and asynchronously. All start from the same policy
 and draw the same training items at the same horizons. Clocks begin with the first step, so startup
@@ -30,10 +30,29 @@ from common.store.run_dir import write_atomically
 from tools.cli.bench import StudyConfig
 from tools.cli.command_line import ParsedCommand
 
-BAR = 0.687  # Held-out success of TRL after 320 steps, at the first measurement.
-MAX_RATIO = 1 / 3  # Limit of the ratio of processor seconds to `BAR`.
 NOT_OURS = ("cpu/cores", "cpu/others_s", "cpu/per_trained_episode_s")
 Curve = Sequence[tuple[float, float, float]]  # Wall seconds, processor seconds, success.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """The settings of one comparison."""
+
+    config: str
+    script: str  # It trains with the peer.
+    overrides: tuple[str, ...]
+    num_steps: int
+    keep_every_steps: int
+    num_seeds: int
+    further_share: float  # Fraction of `num_steps` for seeds after the first.
+    step_s: float  # Time limit of a step on a slow machine.
+    bar: float  # Held-out success to reach; 0: that of the peer's last policy.
+    max_ratio: float  # Limit of the ratio of processor seconds to the bar.
+    idle_step_s: float  # Approximate seconds of a step of one side on an idle machine.
+
+    def bar_of(self, theirs: "Side") -> float:
+        """Return the held-out success that all sides must reach."""
+        return self.bar or theirs.curve()[-1][2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,60 +114,61 @@ class Side:
         return [tuple(np.mean(points, axis=0).tolist()) for points in together]
 
 
-def cpu_s_to(success: float, curve: Curve) -> float:
-    """Return the processor seconds until a held-out success is reached; infinite if it never is.
+def spent_to(success: float, curve: Curve) -> tuple[float, float]:
+    """Return the (wall, processor) seconds until a held-out success; infinite if it never is.
 
-    The value is interpolated linearly between two saved policies.
+    The values are interpolated linearly between two saved policies.
     """
-    before = 0.0
+    before = (0.0, 0.0)
     reached = 0.0
-    for _, cpu_s, value in curve:
+    for wall_s, cpu_s, value in curve:
+        spent = (wall_s, cpu_s)
         if value >= success:
             share = (success - reached) / max(value - reached, 1e-9) if reached else 1.0
-            return before + share * (cpu_s - before)
-        before = cpu_s
+            wall, cpu = (a + share * (b - a) for a, b in zip(before, spent, strict=True))
+            return wall, cpu
+        before = spent
         reached = value
-    return float("inf")
+    return float("inf"), float("inf")
 
 
-def add_sides(suite: Suite, theirs: Side, *ours: Side) -> None:
-    """Add the figures of all sides, and the bounded one: the processor seconds to `BAR`."""
-    limit = cpu_s_to(BAR, theirs.curve())
+def add_sides(suite: Suite, setup: Setup, theirs: Side, *ours: Side) -> None:
+    """Add the figures of all sides, and the bounded one: the processor seconds to the bar."""
+    bar = setup.bar_of(theirs)
+    limits = spent_to(bar, theirs.curve())
     for side in ours:
         for clock, a, b in zip(("wall", "CPU"), side.per_step(), theirs.per_step(), strict=True):
             suite.compare(f"{side.name}: {clock} s of a step", a, b, "s", against=theirs.name)
-        name = f"{side.name}: CPU seconds to held-out success {BAR}, mean of seeds"
-        if np.isinf(limit):
-            suite.note(name, f"the mean of {theirs.name} did not reach it")
+        name = f"seconds to held-out success {bar:.3f}, mean of seeds"
+        if np.isinf(limits[0]):
+            suite.note(f"{side.name}: {name}", f"the mean of {theirs.name} did not reach it")
             continue
-        used = cpu_s_to(BAR, side.curve())
-        suite.compare(name, used, limit, "s", against=theirs.name, at_most=MAX_RATIO)
+        wall_s, cpu_s = spent_to(bar, side.curve())
+        label = f"{side.name}: wall {name}"
+        suite.compare(label, wall_s, limits[0], "s", against=theirs.name)
+        label = f"{side.name}: CPU {name}"
+        suite.compare(label, cpu_s, limits[1], "s", against=theirs.name, at_most=setup.max_ratio)
 
 
-def comparison(sides: Sequence[Side]) -> str:
-    """Return the table: seconds of a step, success after seconds of training, seconds to `BAR`."""
+def comparison(setup: Setup, sides: Sequence[Side]) -> str:
+    """Return the table: seconds of a step, success after seconds of training, CPU s to the bar."""
+    bar = setup.bar_of(sides[0])
     rows: list[list[str]] = []
     for side in sides:
         wall, cpu = (f"{value:.1f} s" for value in side.per_step())
-        rows.append([f"{side.name}, mean", wall, cpu, *_cells(side.curve())])
-        rows += [[f"seed {one.seed}", "", "", *_cells(one.curve())] for one in side.courses]
+        rows.append([f"{side.name}, mean", wall, cpu, *_cells(bar, side.curve())])
+        rows += [[f"seed {one.seed}", "", "", *_cells(bar, one.curve())] for one in side.courses]
     heads = ["wall per step", "CPU per step", "held-out success after s of training"]
-    return markdown(["", *heads, f"CPU s to {BAR}"], rows)
+    return markdown(["", *heads, f"CPU s to {bar:.3f}"], rows)
 
 
-def _cells(curve: Curve) -> list[str]:
+def _cells(bar: float, curve: Curve) -> list[str]:
     """Return the cells of a learning curve."""
     course = ", ".join(f"{value:.3f} at {wall_s:,.0f}" for wall_s, _, value in curve)
-    return [course, f"{cpu_s_to(BAR, curve):,.0f}"]
+    return [course, f"{spent_to(bar, curve)[1]:,.0f}"]
 
 
 REQUIREMENT = "trl==1.16.0"
-SCRIPT = "docs/examples/trl_quickstart.py"
-KEEP_EVERY_STEPS = 40
-NUM_STEPS = 320
-NUM_SEEDS = 3
-FURTHER_SHARE = 0.625  # Fraction of `NUM_STEPS` for seeds after the first.
-STEP_S = 60.0  # Time limit of a step on a slow machine.
 SIDE_S = 1800.0  # Time limit before the first step.
 PIP_S = 900.0
 # On the CPU, TRL's engine runs in its own process with one thread, as in this project.
@@ -159,48 +179,84 @@ ENVIRONMENT = {
     "TRL_EXPERIMENTAL_SILENCE": "1",
     "CUDA_VISIBLE_DEVICES": "",
 }
-OVERRIDES = (
-    # The quickstart's own policy exceeds the bar after a few steps.
-    "model.path=configs/policies/tiny",
-    # Optimizer, schedule and batches of TRL: AdamW, linear decay to zero, all episodes of a step.
-    "learner.optimizer=adamw",
-    "learner.decay_start_frac=0",
-    "learner.min_lr_frac=0",
-    "algorithm.filter_zero_variance=false",
-    "model.dtype=bfloat16",  # The engine's type, as vLLM chooses it for TRL.
-    f"train.num_steps={NUM_STEPS}",
+TRAINING_ALONE = (
     "log.wandb=disabled",
     "eval.before=false",
     "eval.after=false",
     "eval.baselines=false",
-    "eval.num_items=600",
-    f"learner.checkpoint_every_steps={KEEP_EVERY_STEPS}",
     "learner.keep_checkpoints=1000",
 )
+SETUPS = {
+    "peer": Setup(
+        config=CONFIG,
+        script="docs/examples/trl_quickstart.py",
+        overrides=(
+            # The quickstart's own policy exceeds the bar after a few steps.
+            "model.path=configs/policies/tiny",
+            # Optimizer, schedule and batches of TRL: AdamW, linear decay to zero, all episodes.
+            "learner.optimizer=adamw",
+            "learner.decay_start_frac=0",
+            "learner.min_lr_frac=0",
+            "algorithm.filter_zero_variance=false",
+            "model.dtype=bfloat16",  # The engine's type, as vLLM chooses it for TRL.
+            "eval.num_items=600",
+            *TRAINING_ALONE,
+        ),
+        num_steps=320,
+        keep_every_steps=40,
+        num_seeds=3,
+        further_share=0.625,
+        step_s=60.0,
+        bar=0.687,  # Held-out success of TRL after 320 steps, at the first measurement.
+        max_ratio=1 / 3,
+        idle_step_s=2.8,
+    ),
+    # The preset as it is. TRL receives its learning rates and reward.
+    "peer-pretrained": Setup(
+        config="smollm2-chain-sum",
+        script="docs/examples/trl_dataset.py",
+        overrides=TRAINING_ALONE,
+        num_steps=40,
+        keep_every_steps=10,
+        num_seeds=1,
+        further_share=1.0,
+        step_s=300.0,
+        bar=0.0,
+        max_ratio=1 / 2,
+        idle_step_s=30.0,
+    ),
+}
 OURS = {  # Name in the table -> name of the run, and its own overrides.
     "this project in lockstep": ("ours-lockstep", ["train.mode=sync"]),
     "this project": ("ours", []),
 }
 
 
-def measure(_: str, request: ParsedCommand, suite: Suite) -> None:
-    """Train all sides below `runs/study-peer` and compare them. Completed runs are not repeated.
+def measure(name: str, request: ParsedCommand, suite: Suite) -> None:
+    """Train all sides below `runs/study-NAME` and compare them. Completed runs are not repeated.
 
     Raises: LongstrideError: a side failed; names its log.
     """
+    setup = SETUPS[name]
     own = [each for each in request.overrides if not each.startswith(OWN)]
-    overrides = merged(OVERRIDES, own)
+    fixed = (
+        f"train.num_steps={setup.num_steps}",
+        f"learner.checkpoint_every_steps={setup.keep_every_steps}",
+    )
+    overrides = merged((*setup.overrides, *fixed), own)
     free = [each for each in overrides if each not in own]
-    cfg = load_config(CONFIG, [*request.overrides, *free], schema=StudyConfig)
+    cfg = load_config(setup.config, [*request.overrides, *free], schema=StudyConfig)
     steps = max(1, round(cfg.train.num_steps * cfg.study.size))
     overrides = merged(overrides, [f"train.num_steps={steps}"])
-    folder = ROOT / cfg.run.dir / (cfg.study.folder or "study-peer")
-    further = max(1, round(FURTHER_SHARE * steps / KEEP_EVERY_STEPS)) * KEEP_EVERY_STEPS
-    num_seeds = cfg.study.num_seeds or NUM_SEEDS
+    folder = ROOT / cfg.run.dir / (cfg.study.folder or f"study-{name}")
+    every = setup.keep_every_steps
+    further = max(1, round(setup.further_share * steps / every)) * every
+    num_seeds = cfg.study.num_seeds or setup.num_seeds
     lengths = [min(steps, further) if seed else steps for seed in range(num_seeds)]
+    hours = setup.idle_step_s * sum(lengths) * 3 / 3600 + 0.5
     suite.title(
         f"{REQUIREMENT} and this project, {' + '.join(map(str, lengths))} steps each, in {folder}; "
-        f"about {2.8 * sum(lengths) * 3 / 3600 + 0.5:.1f} h of an idle two-core machine"
+        f"about {hours:.1f} h of an idle two-core machine"
     )
     if request.is_dry:
         return
@@ -209,13 +265,13 @@ def measure(_: str, request: ParsedCommand, suite: Suite) -> None:
     sides = [Side(name=name, courses=[]) for name in (REQUIREMENT, *OURS)]
     for seed, length in enumerate(lengths, start=cfg.run.seed):
         for side in sides:
-            plan = _Plan(seed, length, steps, tuple(overrides), folder / f"seed{seed}")
+            plan = _Plan(setup, seed, length, steps, tuple(overrides), folder / f"seed{seed}")
             plan.folder.mkdir(exist_ok=True)
             clocks, policies = _ours(plan, side.name) if side.name in OURS else _theirs(plan)
             success = _scored(plan, side.name, policies)
             side.courses.append(Course(seed=seed, steps=clocks, success=success))
-    add_sides(suite, *sides)
-    text = comparison(sides)
+    add_sides(suite, setup, *sides)
+    text = comparison(setup, sides)
     write_atomically(folder / "table.md", text)
     suite.title(text.rstrip())
 
@@ -224,6 +280,7 @@ def measure(_: str, request: ParsedCommand, suite: Suite) -> None:
 class _Plan:
     """The training of all sides with one seed: the first `length` of `num_steps` steps."""
 
+    setup: Setup
     seed: int
     length: int
     num_steps: int
@@ -235,7 +292,7 @@ class _Plan:
 
     @property
     def timeout_s(self) -> float:
-        return SIDE_S + STEP_S * self.length
+        return SIDE_S + self.setup.step_s * self.length
 
 
 Played = tuple[list[StepClocks], dict[int, Path]]  # Steps, and policies by step.
@@ -250,13 +307,14 @@ def _theirs(plan: _Plan) -> Played:
         (out / "steps.jsonl").unlink(missing_ok=True)
         path = plan.folder / "trl.json"
         settings = {
+            "config": plan.setup.config,
             "overrides": plan.with_seed(),
-            "keep_every_steps": KEEP_EVERY_STEPS,
+            "keep_every_steps": plan.setup.keep_every_steps,
             "out": str(out),
             "last_step": plan.length,
         }
         path.write_text(json.dumps(settings), encoding="utf-8")
-        argv = [str(python), SCRIPT, str(path)]
+        argv = [str(python), plan.setup.script, str(path)]
         log = plan.folder / "trl.log"
         process = ChildProcess("TRL", argv, log_path=log, cwd=ROOT, env=ENVIRONMENT)
         try:
@@ -300,13 +358,25 @@ def _ours(plan: _Plan, name: str) -> Played:
     run_name, own = OURS[name]
     run = plan.folder / run_name
     if not (run / "report.json").exists():
-        # Learning rate at the last step of the shortened schedule, as a fraction.
-        least = 1 - plan.length / plan.num_steps
-        cut = [f"train.num_steps={plan.length}", f"learner.min_lr_frac={least}"]
-        overrides = plan.with_seed("log.live=false", *cut, *own)
-        train(run_name, overrides, folder=plan.folder, timeout_s=plan.timeout_s)
+        overrides = plan.with_seed("log.live=false", *_shortened(plan), *own)
+        train(
+            run_name,
+            overrides,
+            folder=plan.folder,
+            timeout_s=plan.timeout_s,
+            config=plan.setup.config,
+        )
     kept = {int(each.name[5:]): each for each in (run / "checkpoints").glob("step-*")}
     return steps_of(read_lines(run / "metrics.jsonl")), kept
+
+
+def _shortened(plan: _Plan) -> list[str]:
+    """Return the overrides of a run that makes only the first steps of a linear decay to zero."""
+    if plan.length == plan.num_steps:
+        return []
+    # Learning rate at the last step of the shortened schedule, as a fraction.
+    least = 1 - plan.length / plan.num_steps
+    return [f"train.num_steps={plan.length}", f"learner.min_lr_frac={least}"]
 
 
 def _scored(plan: _Plan, name: str, policies: dict[int, Path]) -> dict[int, float]:
@@ -328,6 +398,6 @@ def _evaluate(plan: _Plan, name: str, policy: Path) -> None:
     # Evaluations of all seeds use the same random numbers.
     own = plan.with_seed("run.seed=0", f"model.path={policy}")
     where = [f"run.dir={plan.folder}", f"run.name={name}"]
-    argv = ["run.py", "eval", "--config", CONFIG, *where, *own]
+    argv = ["run.py", "eval", "--config", plan.setup.config, *where, *own]
     with child(name, argv, log=plan.folder / f"{name}.log") as process:
         await_success(process, timeout_s=SIDE_S)

@@ -228,6 +228,9 @@ class TextworldOptions:
     num_validation: int = knob(50, "Sets the number of validation games.", ge=0, le=10**6)
     num_test: int = knob(50, "Sets the number of test games.", ge=0, le=10**6)
     max_turns: int = knob(30, "Limits the commands of an episode.", ge=1, le=10**4)
+    lists_commands: bool = knob(
+        False, "Appends TextWorld's list of the admissible commands to each observation."
+    )
     max_workers: int = knob(1, "Limits the worker processes.", ge=1, le=1000)
 
 

@@ -171,10 +171,10 @@ def reward(paid: list[float], **_: Any) -> list[float]:
 
 
 def main(path: Path) -> None:
-    """Train as the settings say: overrides, keep_every_steps, last_step, out."""
+    """Train as the settings say: config, overrides, keep_every_steps, last_step, out."""
     settings = json.loads(path.read_text(encoding="utf-8"))
     out = Path(settings["out"])
-    cfg = load_config("quickstart", settings["overrides"])
+    cfg = load_config(settings["config"], settings["overrides"])
     rollouts = Rollouts(cfg)
     num_groups = cfg.groups.per_step * cfg.train.num_steps
     size = cfg.groups.size * cfg.groups.per_step

@@ -48,6 +48,8 @@ take OBJECT, take OBJECT from OBJECT, drop OBJECT, put OBJECT on OBJECT, insert 
 lock OBJECT with OBJECT, unlock OBJECT with OBJECT, eat OBJECT.
 Answer with one command after "Action:", for example:
 Action: go north"""
+CHOICE = """You play a text adventure. Reach the objective of the first message.
+Answer with one of the listed commands and nothing else."""
 
 
 class TextworldEnv:
@@ -82,7 +84,8 @@ class TextworldEnv:
             self._state = self._env.reset()
         self._is_done = False
         objective = " ".join(str(self._state.objective).split())
-        self._first = f"{objective}\n\n{cleaned(str(self._state.description))}"
+        first = f"{objective}\n\n{cleaned(str(self._state.description))}"
+        self._first = self._with_commands(first)
         self._shown = self._first
         return self._first
 
@@ -92,14 +95,15 @@ class TextworldEnv:
             raise RuntimeError("step before reset, or after the episode has ended")
         command = " ".join(action_text(action).lower().split())
         if why := why_refused(command):
-            return StepResult(observation=why, reward=self._score(), done=False, is_valid=False)
+            shown = self._with_commands(why)
+            return StepResult(observation=shown, reward=self._score(), done=False, is_valid=False)
         with CALLS:
             admissible = self._state.admissible_commands or []
             self._state, _, is_over = self._env.step(command)
         text = cleaned(str(self._state.feedback))
         is_valid = command in admissible or not REFUSED.match(text)
         self._is_done = bool(is_over or self._state.won or self._state.lost)
-        self._shown = text or "Nothing happens."
+        self._shown = self._with_commands(text or "Nothing happens.")
         return StepResult(
             observation=self._shown,
             reward=self._score(),
@@ -112,6 +116,11 @@ class TextworldEnv:
         """Return the share of the game's points."""
         most = self._state.max_score or 1
         return min(max((self._state.score or 0) / most, 0.0), 1.0)
+
+    def _with_commands(self, text: str) -> str:
+        """Return an observation, with the admissible commands if the options list them."""
+        commands = self.valid_actions() if self._options.lists_commands else []
+        return f"{text}\n\nCommands: {', '.join(commands)}" if commands else text
 
     def valid_actions(self) -> list[str]:
         """Return TextWorld's admissible commands."""
@@ -227,7 +236,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
     return EnvSpec(
         name="textworld",
         subsets=subsets_of(section),
-        instruction=one_instruction(INSTRUCTION),
+        instruction=one_instruction(CHOICE if section.lists_commands else INSTRUCTION),
         make=make,
         isolation=Isolation.WORKER,
         sessions_per_worker=SESSIONS_PER_WORKER,

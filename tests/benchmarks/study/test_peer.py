@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from benchmarks.study.peer import BAR, Course, Side, StepClocks, comparison, cpu_s_to, steps_of
+from benchmarks.study.peer import SETUPS, Course, Side, StepClocks, comparison, spent_to, steps_of
 
 
 def course(*success: float, seed: int = 0, cpu_s: float = 2.0) -> Course:
@@ -19,15 +19,21 @@ def side(*courses: Course) -> Side:
 
 
 def test_success_time_is_interpolated_between_policies() -> None:
-    assert cpu_s_to(0.7, course(0.4, 0.6, 0.8).curve()) == pytest.approx(25.0)
-    assert math.isinf(cpu_s_to(0.7, course(0.4, 0.6).curve()))
+    assert spent_to(0.7, course(0.4, 0.6, 0.8).curve()) == pytest.approx((12.5, 25.0))
+    assert spent_to(0.7, course(0.4, 0.6).curve()) == (math.inf, math.inf)
 
 
 def test_success_time_uses_mean_over_seeds() -> None:
     both = side(course(0.4, 0.6, 0.8), course(0.2, 0.4, seed=1, cpu_s=4.0))
     assert both.curve() == [pytest.approx((5, 15, 0.3)), pytest.approx((10, 30, 0.5))]
-    assert cpu_s_to(0.4, both.curve()) == pytest.approx(22.5)
-    assert math.isinf(cpu_s_to(0.7, both.curve()))
+    assert spent_to(0.4, both.curve()) == pytest.approx((7.5, 22.5))
+    assert spent_to(0.7, both.curve()) == (math.inf, math.inf)
+
+
+def test_bar_of_a_pretrained_model_is_the_peers_last_success() -> None:
+    theirs = side(course(0.4, 0.6), course(0.2, 0.8, seed=1))
+    assert SETUPS["peer-pretrained"].bar_of(theirs) == pytest.approx(0.7)
+    assert SETUPS["peer"].bar_of(theirs) == 0.687
 
 
 def test_step_cost_is_mean_over_seeds() -> None:
@@ -53,8 +59,8 @@ def test_first_step_counts_like_the_rest_without_foreign_load() -> None:
 
 
 def test_table_has_rows_per_side_and_seed() -> None:
-    assert BAR == 0.687
-    rows = comparison([side(course(0.5, 0.874), course(0.7, 0.874, seed=1))]).splitlines()
+    sides = [side(course(0.5, 0.874), course(0.7, 0.874, seed=1))]
+    rows = comparison(SETUPS["peer"], sides).splitlines()
     assert rows[2] == "| a, mean | 1.0 s | 2.0 s | 0.600 at 5, 0.874 at 10 | 13 |"
     assert rows[3:] == [
         "| seed 0 |  |  | 0.500 at 5, 0.874 at 10 | 15 |",

@@ -43,6 +43,15 @@ for item in ("coin_collector-train-0", "coin_collector-test-0", "coin_collector-
     assert "The End" in results[-1].observation and "RESTART" not in results[-1].observation
     env.close()
 assert len({*firsts.values()}) == 3
+listing = EnvsSection(textworld=TextworldOptions(level=3, lists_commands=True))
+env = Registry(["textworld"], listing).spec("textworld").make(Style.COMPACT)
+shown = [env.reset("coin_collector-train-0", 0)]
+for command in ("fly to the moon", "save", "look"):
+    assert shown[-1].endswith("\n\nCommands: " + ", ".join(env.valid_actions()))
+    shown.append(env.step(command).observation)
+while (action := env.expert_action()) is not None:
+    shown.append(env.step(action).observation)
+assert "Commands: " not in shown[-1]
 print("equal")
 """
 
