@@ -18,7 +18,7 @@ from envhub.hosting.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 5.0  # Minimum deadline of a close.
 
 _numbers = itertools.count(1)
 
@@ -181,9 +181,11 @@ class WorkerEpisode:
         self.worker = None
         if worker is None:
             return
+        # A close may wait in the worker for calls of other episodes, as any other call.
+        timeout_s = max(CLOSE_TIMEOUT_S, self._timeout_s)
         try:
             with contextlib.suppress(WorkerLost):
-                await worker.call("close", session=self._number, timeout_s=CLOSE_TIMEOUT_S)
+                await worker.call("close", session=self._number, timeout_s=timeout_s)
         except EnvError as error:
             logger.warning("close failed env=%s reason=%s", worker.env_name, error)
         finally:

@@ -17,6 +17,7 @@ from envhub.env import (
     TaskSpec,
     parse_item,
 )
+from envhub.hosting.episodes import CLOSE_TIMEOUT_S
 
 SUBSETS = {"any": SubsetSpec(num_train=10, num_test=10, max_turns=5)}
 closed: list[str] = []  # last actions of the episodes of this process that were closed
@@ -88,6 +89,8 @@ class FaultyEnv:
         return "same"
 
     def close(self) -> None:
+        if self.last == "close slowly":
+            time.sleep(CLOSE_TIMEOUT_S + 0.5)
         closed.append(self.last)
 
 

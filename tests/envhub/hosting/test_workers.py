@@ -145,6 +145,14 @@ def test_hanging_step_ends_only_workers_sessions(hub):
     assert hub.client.post("/v1/sessions", json={"env": "fragile", "item_id": "any-train-0"})
 
 
+def test_close_has_the_deadline_of_a_call(hub):
+    closing, beside = hub.open("growing"), hub.open("growing")
+    assert opened_in(hub, closing) == opened_in(hub, beside)
+    hub.step(closing, "close slowly", 1)
+    assert hub.client.delete(closing).status_code == 204
+    assert hub.step(beside, "go", 1).status_code == 200
+
+
 def test_running_calls_of_a_lost_worker_fail_at_once(hub):
     hanging, waiting = hub.open("async"), hub.open("async")
     with ThreadPoolExecutor() as threads:
