@@ -177,6 +177,7 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
     "TRL_EXPERIMENTAL_SILENCE": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",  # Spinning threads would cost processor seconds.
     "CUDA_VISIBLE_DEVICES": "",
 }
 TRAINING_ALONE = (
