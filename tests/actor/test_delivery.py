@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,11 @@ import pytest
 
 from actor.delivery import Delivery
 from common.errors import LongstrideError
-from common.wire.messages import Ack, Hello, Rejected, Trajectory
+from common.wire.messages import Ack, EndReason, Hello, Rejected, Trajectory
 from common.wire.sockets import Received
 from tests.actor import toy_peer
 from tests.actor.toy_peer import Law, Peer
-from tests.learner.builders import make_trajectory
+from tests.learner.builders import make_episode, make_trajectory, so_far
 
 
 def episode(number: int) -> Trajectory:
@@ -85,6 +86,35 @@ def test_one_message_acknowledges_several_episodes(tmp_path: Path) -> None:
         assert delivery.pending_ids == ["g0/1", "g0/3", "g0/4"]
 
     check(tmp_path, law, window=3)
+
+
+def test_part_uses_no_slot_and_waits_for_no_acknowledgement(tmp_path: Path) -> None:
+    async def law(learner: Peer, delivery: Delivery, _: asyncio.Task[None]) -> None:
+        whole = make_episode([3, 4])
+        delivery.send_part(so_far(whole, 1))
+        await delivery.put(whole)
+        part, ended = await learner.receive(2)
+        assert part.message.end_reason is EndReason.UNFINISHED
+        assert part.message.num_turns == 1
+        assert ended.message.end_reason is EndReason.DONE
+        assert delivery.pending_ids == [whole.episode_id]
+
+    check(tmp_path, law, window=1)
+
+
+def test_part_beyond_the_limits_of_the_wire_is_not_sent(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def law(learner: Peer, delivery: Delivery, _: asyncio.Task[None]) -> None:
+        part = so_far(make_episode([3, 4]), 1)
+        delivery.send_part(replace(part, reward=float("nan")))
+        delivery.send_part(part)
+        (received,) = await learner.receive(1)
+        assert received.message.reward == part.reward
+
+    with caplog.at_level(logging.WARNING):
+        check(tmp_path, law)
+    assert "part not sent episode=g0000000/0" in caplog.text
 
 
 def test_duplicate_delivery_occupies_one_slot(tmp_path: Path) -> None:
