@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,15 @@ from common.store.run_dir import RunDir
 from common.store.run_start import save_config
 from common.wire.access.lease_mac import lease_key, lease_mac
 from common.wire.codec import decode, encode
-from common.wire.messages import Ack, Hello, StepDone, Trajectory
+from common.wire.messages import Ack, EndReason, Hello, StepDone, Trajectory
 from common.wire.security import create_keys
 from common.wire.sockets import connect_dealer
 from learner.journal.journal import read_journal
+from learner.recovery.parts import PartName
 from learner.recovery.step_log import LoggedStep, read_steps
 from learner.training.checkpoint import TENSORS, newest_checkpoint
 from learner.training.state import read_weights
-from tests.learner.builders import make_trajectory
+from tests.learner.builders import make_episode, make_trajectory, so_far
 from tests.learner.ingest.intake_rig import Scheduler
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -140,10 +141,10 @@ def _known() -> None:
 class Neighbours:
     """The scheduler and the one actor of a run, both in this process."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, settings: list[str]) -> None:
         self.run_dir = RunDir(root=root)
         root.mkdir()
-        save_config(load_config("smoke", SETTINGS), self.run_dir.config)
+        save_config(load_config("smoke", settings), self.run_dir.config)
         self._keys = create_keys(self.run_dir.keys)
         self.scheduler = Scheduler(self.run_dir, self._keys)
         self.scheduler.start("epoch-1")
@@ -177,7 +178,8 @@ class Neighbours:
     def send(self, trajectory: Trajectory) -> bool:
         """Send to the learner that there is now, if there is one."""
         if self._actor is not None:
-            self._pending[trajectory.episode_id] = trajectory
+            if trajectory.end_reason is not EndReason.UNFINISHED:  # A part is sent once.
+                self._pending[trajectory.episode_id] = trajectory
             mac = lease_mac(trajectory, trajectory.actor, lease_key(self._keys))
             self._actor.send_multipart(encode(replace(trajectory, lease_mac=mac)))
         return self._actor is not None
@@ -195,9 +197,20 @@ class Neighbours:
         self.scheduler.stop()
 
 
-def play(root: Path, lives: Lives, kills: list[tuple[str, int]]) -> Neighbours:
+def batch_of(batch: int, version: int) -> list[Trajectory]:
+    return [member(batch, number, version) for number in range(2)]
+
+
+def play(
+    root: Path,
+    lives: Lives,
+    kills: list[tuple[str, int]],
+    *,
+    settings: list[str] = SETTINGS,
+    batch_of: Callable[[int, int], list[Trajectory]] = batch_of,
+) -> Neighbours:
     """Run one learner to its end with the given kills and return its results."""
-    run, left = Neighbours(root), [*kills, ("", 0)]
+    run, left = Neighbours(root, settings), [*kills, ("", 0)]
     ended = lives.start(root, *left.pop(0))
     deadline, sent_at, sent_to = time.monotonic() + 280, 0.0, -1
     while True:
@@ -218,13 +231,14 @@ def play(root: Path, lives: Lives, kills: list[tuple[str, int]]) -> Neighbours:
         )
         is_due = batch != sent_to or time.monotonic() - sent_at > 1.0
         is_due &= version < NUM_STEPS and (is_told or not version)
-        if is_due and all(run.send(member(batch, number, version)) for number in range(2)):
+        if is_due and all([run.send(each) for each in batch_of(batch, version)]):
             sent_at, sent_to = time.monotonic(), batch
 
 
 def wait_for_acks(run: Neighbours) -> None:
     """Read the learner's last messages: they may still be in flight."""
-    consumed = {name for step in run.steps() for ids in step.groups for name in ids}
+    names = {name for step in run.steps() for ids in step.groups for name in ids}
+    consumed = {PartName.parse(name).episode_id for name in names}
     deadline = time.monotonic() + 30
     while not consumed <= run.acked:
         assert time.monotonic() < deadline, f"never acknowledged: {consumed - run.acked}"
@@ -260,4 +274,45 @@ def test_killed_learner_trains_each_episode_once_with_equal_weights(
     assert [step.groups for step in killed.steps()] == [step.groups for step in whole.steps()]
     ours, theirs = weights(killed.run_dir.root), weights(whole.run_dir.root)
     assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+OF_PARTS = [
+    *[each for each in SETTINGS if not each.startswith(("learner.max_lag", "learner.controller"))],
+    *["learner.partial_episodes=turns", "learner.max_lag_steps=1", "scheduler.max_stretch=1"],
+    *["algorithm.advantage=ppo", "learner.controller.skip_step=false"],
+]
+LONG = make_episode([0, 0, 2, 2], name="g0000100")
+
+
+def batch_with_parts(batch: int, version: int) -> list[Trajectory]:
+    """Return a batch. An episode sends its first turns at version 1, and ends at version 2."""
+    if batch == 2:
+        return [LONG, replace(make_episode([2, 2], name="g0000100", seed=1), **MEMBER)]
+    early = [so_far(LONG, 2)] if batch == 1 else []
+    return [*early, *batch_of(0 if batch == 0 else batch + 1, version)]
+
+
+MEMBER: dict[str, Any] = {"member": 1, "episode_id": "g0000100/1", "reward": 0.0}
+
+
+def test_killed_learner_trains_each_part_once_with_equal_weights(
+    tmp_path: Path, lives: Lives
+) -> None:
+    how: dict[str, Any] = {"settings": OF_PARTS, "batch_of": batch_with_parts}
+    whole = play(tmp_path / "whole", lives, [], **how)
+    kills = [("after a step is logged", 2), ("after a step is logged", 1)]
+    killed = play(tmp_path / "killed", lives, kills, **how)
+    for run in (whole, killed):
+        run.close()
+        names = [step.groups for step in run.steps()]
+        assert names[1][1][0].startswith("g0000100/0@0-2-")
+        assert names[2] == [["g0000100/0@2", "g0000100/1"]]
+        assert sum(len(groups) for groups in names) == NUM_STEPS + 1
+        assert run.scheduler.outcomes["g0000100/0"] == ("trained", "")
+    lines = whole.run_dir.metrics.read_text(encoding="utf-8").splitlines()
+    early = [json.loads(line).get("parts/early", 0.0) for line in lines]
+    assert sum(early) == 1.0
+    assert [step.groups for step in killed.steps()] == [step.groups for step in whole.steps()]
+    ours, theirs = weights(killed.run_dir.root), weights(whole.run_dir.root)
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
