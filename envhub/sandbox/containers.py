@@ -563,10 +563,11 @@ class ContainerSandbox:
         """Run a command. A container that starts no command is started again once."""
         errors: list[str] = []
         num_bytes, num_files = await self._written()
-        # A container over its limit can still remove files.
+        # A container over its limit can still remove files. The size of its last file grows until
+        # all of its blocks are counted.
         watch = functools.partial(
             self._watch,
-            max_bytes=max(self._limits.disk_bytes, num_bytes),
+            max_bytes=max(self._limits.disk_bytes, num_bytes + LATE_BYTES),
             max_files=max(self._limits.max_files, num_files),
         )
         for _ in range(2):

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from common.config.envs import ContainerOptions
 from envhub.sandbox.interface import ContainerSpec, Healthcheck, ImageBuild, SandboxFailed
 
@@ -26,6 +28,8 @@ PREFIX = "longstride-sandbox-"
 BUILT = "localhost/longstride-task"  # Name of the images of builds. Their tag is a digest.
 LABEL = "longstride.owner"  # Label of containers and volumes: the process that created them.
 PROBE_TIMEOUT_S = 60.0
+CLEANUP_POLL_S = 0.5  # Interval between two searches for new descendants of a program.
+CLEANUP_S = 20.0  # Time in which a build without its step removes its container.
 MAX_TEXT = 800  # Characters of an error of the program.
 MAX_BYTES = 1 << 20  # Size of the kept output of a call.
 NANOSECONDS = 1e9
@@ -116,11 +120,24 @@ def folder_of_call(command: str) -> str | None:
 
 
 async def end(process: asyncio.subprocess.Process) -> None:
-    """Kill a process that runs, and wait for its end."""
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+    """End a process that runs with its descendants, such as the step of a build.
+
+    A build whose step is killed removes its unfinished container and ends by itself.
+    """
+    deadline_s = time.monotonic() + CLEANUP_S
+    while process.returncode is None:
+        children: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children = psutil.Process(process.pid).children(recursive=True)
+        if not children or time.monotonic() > deadline_s:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLEANUP_POLL_S):
+                await process.wait()
 
 
 class Images:

@@ -3,10 +3,13 @@
 import asyncio
 import errno
 import hashlib
+import io
 import itertools
 import logging
 import math
 import os
+import posixpath
+import tarfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +23,7 @@ from envhub.envs.terminal.tasks import TerminalTask, digest_of_tasks
 from envhub.envs.terminal.texts import (
     CLEAR,
     CLEAR_CONTAINER,
+    CLEAR_REWARD,
     NO_COMMAND,
     OPEN_CONTAINER,
     SHELL,
@@ -64,7 +68,17 @@ AS_AGENT_CODE = f"{TESTS}/.as-agent.py"
 MISSING = os.strerror(errno.ENOENT)
 MAX_REWARD_BYTES = 100_000
 MAX_OUTPUT_BYTES = 64_000
+MAX_ARTIFACT_BYTES = 64 << 20
 CLEAR_TIMEOUT_S = 60.0
+PACK_TIMEOUT_S = 120.0
+PACKED = "/tmp/.artifacts.tar"
+# Packs the paths that exist. A link in place of an artifact is packed as a link, which is no file.
+PACK = f"""
+rm -rf {PACKED}; n=$#
+for path; do [ -e "$path" ] && set -- "$@" ".$path"; done
+shift "$n"; [ $# -gt 0 ] || set -- -T /dev/null
+tar -C / -cf {PACKED} "$@"
+"""
 SETUP_TIMEOUT_S = 120.0
 ROOT = "0"  # The user of a container that makes the folders of tests and logs.
 MARGIN_S = 240.0  # Seconds of a step beyond its commands: start, files and end of the sandbox.
@@ -124,8 +138,10 @@ class TerminalTasks:
     @property
     def longest_s(self) -> float:
         """The most seconds of a step: a command and the tests, and both again without an agent."""
-        tests_s = self.options.command_timeout_s + self.options.test_timeout_s
-        return max(2 * (tests_s + MARGIN_S), self.opening_s)
+        tests_s = self.options.command_timeout_s + self.options.test_timeout_s + MARGIN_S
+        if any(task.verifier for task in itertools.chain(*self.tasks.values())):
+            tests_s += self.opening_s
+        return max(2 * tests_s, self.opening_s)
 
 
 class TerminalEnv:
@@ -335,6 +351,8 @@ class TerminalEnv:
     async def _decision(self, task: TerminalTask) -> tuple[float, str]:
         """Return the reward of the tests and a remark. Raises: UndecidedTests, EnvFailure."""
         assert self._sandbox is not None
+        if task.verifier is not None:
+            return await self._separate_decision(task.verifier, task.artifacts)
         # Published tasks of containers test the servers that the agent has started.
         if task.container is None and not self._shared.options.keeps_processes:
             await self._sandbox.kill()
@@ -348,10 +366,51 @@ class TerminalEnv:
             raise UndecidedTests(f"the tests cannot start: {error}") from error
         return await self._verdict(task, result)
 
+    async def _separate_decision(
+        self, verifier: TerminalTask, artifacts: Sequence[str]
+    ) -> tuple[float, str]:
+        """Return the reward of tests in a container of their own, and a remark.
+
+        The container has the artifacts of the agent's container, which ends first.
+
+        Raises: UndecidedTests, EnvFailure.
+        """
+        files = await self._read_artifacts(artifacts)
+        await self.close()
+        tests = TerminalEnv(self._shared)
+        try:
+            await tests._open(verifier)
+            assert tests._sandbox is not None
+            if files:
+                try:
+                    await tests._sandbox.write_all(files)
+                except RefusedBySandbox as error:
+                    raise UndecidedTests(f"the artifacts cannot be written: {error}") from error
+            return await tests._decision(verifier)
+        finally:
+            await tests.close()
+
+    async def _read_artifacts(self, paths: Sequence[str]) -> list[SandboxFile]:
+        """Return the regular files at paths. Raises: UndecidedTests: the agent's tar fails."""
+        assert self._sandbox is not None
+        argv = ["sh", "-c", PACK, "sh", *paths]
+        try:
+            packed = await self._run(argv, PACK_TIMEOUT_S, user=ROOT)
+            if not packed.is_ok:
+                raise UndecidedTests(f"the artifacts are unreadable: {packed.text.strip()[-300:]}")
+            content = await self._sandbox.read(PACKED, max_bytes=MAX_ARTIFACT_BYTES)
+        except RefusedBySandbox as error:
+            raise UndecidedTests(f"the artifacts are unreadable: {error}") from error
+        try:
+            return files_of_archive(content, paths)
+        except (tarfile.TarError, ValueError, EOFError, KeyError) as error:
+            raise UndecidedTests(f"the artifacts are no archive: {error}") from error
+
     async def _put_tests(self, task: TerminalTask) -> dict[str, str]:
         """Write the tests, and return their variables. Raises: UndecidedTests, RefusedBySandbox."""
         has_root = task.container is not None
         script = CLEAR_CONTAINER if has_root else CLEAR
+        script = CLEAR_REWARD if task.has_tests else script
         cleared = await self._run(["bash", "-c", script], CLEAR_TIMEOUT_S, user=ROOT * has_root)
         if not cleared.is_ok:
             raise UndecidedTests(f"{TESTS} cannot be cleared: {cleared.text.strip()[-300:]}")
@@ -363,7 +422,7 @@ class TerminalEnv:
                     " python3-pytest, or add its folder to envs.sandbox.mounts"
                 )
         variables = {**task.variables, **GUARDED, "TEST_DIR": TESTS, **task.test_variables}
-        await self._put(task.tests)
+        await self._put(() if task.has_tests else task.tests)
         if _mentions(AS_AGENT.encode(), task.tests):
             variables |= await self._put_as_agent(task)
         return variables
@@ -435,7 +494,9 @@ class TerminalEnv:
         reward = await self._written_reward() if is_asked else None
         if reward is None:
             must_write = mentioned and _mentions(VERIFIER.encode(), (*task.tests, *task.files))
-            if result.exit_code in NOT_RUN or (must_write and result.exit_code == 0):
+            # A verifier that ends early may lack a download; the reference solution decides that.
+            is_decided = result.exit_code != 0 and task.solution is None
+            if result.exit_code in NOT_RUN or (must_write and not is_decided):
                 output = result.text.strip()[-300:]
                 raise UndecidedTests(
                     f"the tests gave no reward, with exit code {result.exit_code}: {output}"
@@ -497,6 +558,24 @@ def instruction_of(hosts: Sequence[str]) -> str:
     elif hosts:
         network = f"with a network that reaches only {', '.join(hosts)}"
     return INSTRUCTION.format(network=network)
+
+
+def files_of_archive(content: bytes, paths: Sequence[str]) -> list[SandboxFile]:
+    """Return the regular files of a tar archive that lie at absolute paths or below them.
+
+    Raises: tarfile.TarError, ValueError, EOFError, KeyError: it is no such archive.
+    """
+    files: list[SandboxFile] = []
+    with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:
+        for member in archive:
+            path = posixpath.normpath(f"/{member.name}")
+            is_file = member.isreg() or member.islnk()  # Of two hard links, one is a link.
+            if is_file and any(f"{path}/".startswith(f"{each}/") for each in paths):
+                file = archive.extractfile(member)
+                assert file is not None
+                mode = 0o755 if member.mode & 0o100 else 0o644
+                files.append(SandboxFile(path=path, content=file.read(), mode=mode))
+    return files
 
 
 def _unix_lines(file: TaskFile) -> bytes:

@@ -4,11 +4,13 @@ import base64
 import hashlib
 import math
 import os
+import posixpath
 import re
 import shlex
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,12 @@ import yaml
 
 from common.errors import ConfigError
 from common.user_code import find_path
-from envhub.envs.terminal.compose import find_compose, read_composition, read_one_service
+from envhub.envs.terminal.compose import (
+    MAIN_SERVICES,
+    find_compose,
+    read_composition,
+    read_one_service,
+)
 from envhub.envs.terminal.fields import DESCRIPTION, OBEYED, check_fields, refused, size_mib
 from envhub.envs.terminal.image import (
     DOCKERFILES,
@@ -29,6 +36,7 @@ from envhub.envs.terminal.image import (
 )
 from envhub.sandbox.interface import (
     EVERY_HOST,
+    LOGS,
     MIB,
     SOLUTION,
     USERS,
@@ -51,12 +59,17 @@ NO_NETWORK = (
     " envs.terminal.without_network=true plays the task without"
 )
 PUBLIC, NO_NETWORK_MODE, ALLOW_LIST = "public", "no-network", "allowlist"
+TABLE = "environment."  # Fields that the container of the tests has, too.
+ARTIFACTS = f"{LOGS}/artifacts"  # Folder that the container of the tests gets always.
 PHASES = ("environment", "agent", "verifier")  # Each can have a network of its own.
 
 USER = refused("commands and tests run as the only user of the sandbox", *USERS, 1000)
-COLLECTED = refused("no files of an episode are collected")
+COLLECTED = refused("the environment runs no commands in services after an episode")
 ONE_STEP = refused("only tasks of one step are played")
-APART = refused("a separate verifier is not supported, tests run in the agent's sandbox", "shared")
+SEPARATE, SHARED = "separate", "shared"
+APART = refused(
+    "a separate verifier needs containers, envs.sandbox.backend=docker or podman", SHARED
+)
 DEVICE = refused("sandboxes have no such device", 0)
 NETWORK = refused(NO_NETWORK, "no-network", False)
 
@@ -69,7 +82,7 @@ HARBOR_FIELDS = {
     "source": DESCRIPTION,
     "steps": ONE_STEP,
     "multi_step_reward_strategy": ONE_STEP,
-    "artifacts": COLLECTED,
+    "artifacts": DESCRIPTION,
     "agent.timeout_sec": OBEYED,
     "agent.user": USER,
     "agent.network_mode": NETWORK,
@@ -111,6 +124,8 @@ HARBOR_FIELDS = {
 }
 # Fields that containers obey in addition.
 CONTAINER_FIELDS = {
+    "artifacts": OBEYED,
+    "verifier.environment_mode": OBEYED,
     "agent.user": OBEYED,
     "verifier.user": OBEYED,
     "environment.cpus": OBEYED,
@@ -156,6 +171,9 @@ class TaskSettings:
         allowed: the hosts that the start, the agent and the tests reach; None without a list.
         agent_user, test_user: users of a container; "" means the image's.
         container, services: the containers of the task; None in a sandbox without images.
+        verifier: the settings of the container of the tests; None in the agent's container.
+        has_tests: the image of the container has the files of the tests.
+        artifacts: paths of the agent's container that the container of the tests gets.
     """
 
     instruction: str
@@ -177,6 +195,9 @@ class TaskSettings:
     healthcheck: Healthcheck | None = None
     container: ContainerSpec | None = None
     services: tuple[ContainerSpec, ...] = ()
+    verifier: "TaskSettings | None" = None
+    has_tests: bool = False
+    artifacts: tuple[str, ...] = ()
 
 
 def read_settings(
@@ -210,7 +231,7 @@ def read_settings(
         settings = replace(_bench(folder), has_network=permits_network and not without_network)
     path = find_compose(folder)
     if has_containers:
-        return _with_containers(settings, path, folder)
+        return _with_verifier(_with_containers(settings, path, folder), path, folder)
     if path is None:
         return settings
     only = read_one_service(path, folder)
@@ -252,6 +273,34 @@ def _with_containers(settings: TaskSettings, path: Path | None, folder: Path) ->
     return replace(settings, container=main, services=services)
 
 
+def _with_verifier(settings: TaskSettings, path: Path | None, folder: Path) -> TaskSettings:
+    """Return the settings with the container of the tests. Raises: ConfigError.
+
+    Its image is that of `verifier.environment`, the build of `tests`, or a new one of the task.
+    """
+    verifier = settings.verifier
+    if verifier is None:
+        return settings
+    if (folder / "tests" / "docker-compose.yaml").is_file():
+        raise ConfigError("tests/docker-compose.yaml is not supported")
+    context = folder / "tests"
+    if verifier.image or (context / "Dockerfile").is_file():
+        build = None if verifier.image else ImageBuild(context=context.resolve())
+        container = ContainerSpec(
+            image=verifier.image,
+            build=build and replace(build, timeout_s=verifier.build_timeout_s),
+            variables=verifier.variables,
+            cpus=verifier.cpus or 0.0,
+            memory_bytes=verifier.memory_bytes or 0,
+        )
+        verifier = replace(verifier, container=container, has_tests=True)
+    else:
+        verifier = _with_containers(replace(verifier, image=settings.image), path, folder)
+    if verifier.container is None:
+        raise ConfigError("a separate verifier needs an image, tests/Dockerfile or a Dockerfile")
+    return replace(settings, verifier=verifier)
+
+
 def _harbor(
     folder: Path, *, without_network: bool, has_containers: bool, permits_network: bool
 ) -> TaskSettings:
@@ -265,10 +314,64 @@ def _harbor(
         fields |= CONTAINER_FIELDS
     if permits_network:
         fields |= NETWORK_FIELDS
+    if has_containers:
+        del fields["verifier.environment"]
+        fields |= {f"verifier.{name}": fields[name] for name in fields if name.startswith(TABLE)}
     check_fields(settings, fields, HARBOR)
     schema = settings.get("schema_version", settings.get("version", SCHEMAS[-1]))
     if schema not in SCHEMAS:
         raise ConfigError(f"{HARBOR}: schema_version={schema!r} is none of {', '.join(SCHEMAS)}")
+    read = partial(
+        _harbor_settings,
+        instruction=_instruction(folder / "instruction.md"),
+        has_containers=has_containers,
+        permits_network=permits_network,
+    )
+    return replace(
+        read(settings),
+        verifier=read(apart) if (apart := _separated(settings)) is not None else None,
+        artifacts=_artifacts(settings) if apart is not None else (),
+    )
+
+
+def _separated(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the settings of the container of the tests; None without one. Raises: ConfigError.
+
+    They are those of a task whose environment is that of the verifier. Its image is the task's only
+    where it has none and `tests` has no Dockerfile.
+    """
+    verifier = settings.get("verifier") or {}
+    own = verifier.get("environment")
+    mode = verifier.get("environment_mode") or (SHARED if own is None else SEPARATE)
+    if mode not in (SEPARATE, SHARED):
+        raise ConfigError(f"{HARBOR}: verifier.environment_mode={mode!r} is none of its modes")
+    if mode == SHARED:
+        if own is not None:
+            raise ConfigError(f"{HARBOR}: verifier.environment needs environment_mode={SEPARATE!r}")
+        return None
+    environment = {**(settings.get("environment") or {}), "docker_image": None}
+    return {"verifier": verifier, "environment": environment if own is None else own}
+
+
+def _artifacts(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the paths that the container of the tests gets. Raises: ConfigError."""
+    paths = [ARTIFACTS]
+    for entry in settings.get("artifacts") or []:
+        table = {"source": entry} if isinstance(entry, str) else entry
+        for name in ("exclude", "service"):
+            if table.get(name) not in (None, [], MAIN_SERVICES[0]):
+                raise ConfigError(f"{HARBOR}: artifacts.{name}={table[name]!r} is not supported")
+        source = posixpath.normpath(str(table.get("source")))
+        if not source.startswith("/") or ".." in str(table["source"]).split("/") or source == "/":
+            raise ConfigError(f"{HARBOR}: artifacts: {table.get('source')!r} is no absolute path")
+        paths.append(source)
+    return tuple(dict.fromkeys(paths))
+
+
+def _harbor_settings(
+    settings: Mapping[str, Any], *, instruction: str, has_containers: bool, permits_network: bool
+) -> TaskSettings:
+    """Return the settings of the tables of task.toml. Raises: ConfigError."""
     environment, verifier, agent, solution = (
         settings.get(name) or {} for name in ("environment", "verifier", "agent", "solution")
     )
@@ -276,7 +379,7 @@ def _harbor(
     networks = _networks_of(settings) if permits_network else ((),)
     is_public = set(networks) == {(EVERY_HOST,)}
     return TaskSettings(
-        instruction=_instruction(folder / "instruction.md"),
+        instruction=instruction,
         image=_text(environment, "docker_image"),
         work=_text(environment, "workdir"),
         variables=_variables(environment, "environment"),
@@ -476,6 +579,9 @@ class TerminalTask:
         agent_user, test_user: users of the container; "" means the image's.
         healthcheck: a command that must succeed before the first one of the agent.
         setup: commands of the environment before the first one of the agent.
+        verifier: the task of the container in which the tests run; None in the agent's container.
+        has_tests: the image of the container has the files of the tests.
+        artifacts: paths of the agent's container that the container of the tests gets.
     """
 
     name: str
@@ -502,6 +608,9 @@ class TerminalTask:
     agent_user: str = ""
     test_user: str = ""
     setup: str = ""
+    verifier: "TerminalTask | None" = None
+    has_tests: bool = False
+    artifacts: tuple[str, ...] = ()
 
     @property
     def agent_hosts(self) -> Sequence[str]:
@@ -604,7 +713,7 @@ def load_task_of(
         reaches = settings.has_network or bool(settings.allowed and settings.allowed[-1])
         if not reaches and not (is_built and without_network):
             _refuse_downloads(folder, where, image)
-        return TerminalTask(
+        task = TerminalTask(
             name=folder.name,
             instruction=settings.instruction,
             folder=made.folder,
@@ -629,6 +738,7 @@ def load_task_of(
             agent_user=settings.agent_user,
             test_user=settings.test_user,
         )
+        return _with_separate_tests(task, settings)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{where}: {error}") from error
     except ConfigError as error:
@@ -636,6 +746,30 @@ def load_task_of(
         raise ConfigError(text if text.startswith(where) else f"{where}: {text}") from error
     except (TypeError, AttributeError, ValueError) as error:
         raise ConfigError(f"{where}: a value has a wrong type: {error}") from error
+
+
+def _with_separate_tests(task: TerminalTask, settings: TaskSettings) -> TerminalTask:
+    """Return a task with the one of its separate verifier, if it has one."""
+    apart = settings.verifier
+    if apart is None or apart.container is None:
+        return task
+    verifier = replace(
+        task,
+        folder=apart.work or apart.container.folder,
+        work="",
+        files=(),
+        variables=apart.variables,
+        memory_bytes=apart.memory_bytes,
+        disk_bytes=apart.disk_bytes,
+        image=apart.image,
+        healthcheck=apart.healthcheck,
+        container=apart.container,
+        services=apart.services,
+        has_network=apart.has_network,
+        allowed=apart.allowed,
+        has_tests=apart.has_tests,
+    )
+    return replace(task, verifier=verifier, artifacts=settings.artifacts)
 
 
 def _placed(made: TaskImage, work: str, where: str) -> TaskImage:

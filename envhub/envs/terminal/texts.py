@@ -59,6 +59,8 @@ CLEAR_CONTAINER = f"""
 rm -rf {TESTS} {VERIFIER} && mkdir -p {TESTS} {VERIFIER} &&
 chmod 755 {TESTS} && chmod 777 {VERIFIER}
 """
+# The folder of the reward, where the image has the tests.
+CLEAR_REWARD = f"rm -rf {VERIFIER} && mkdir -p {VERIFIER} && chmod 777 {VERIFIER}"
 
 
 def command_of(action: str) -> str:
@@ -250,7 +252,13 @@ def reward_of(text: str) -> float:
 
     Raises: ValueError: it is no number in [0, 1], or it has several rewards.
     """
-    parsed = json.loads(text)
+    try:
+        parsed = float(text)  # Texts such as ".5", which JSON lacks, are numbers in reward.txt.
+    except ValueError:
+        try:
+            parsed = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"the reward is {text.strip()[:80]!r}, no number: {error}") from error
     if isinstance(parsed, dict):
         if not parsed or not all(isinstance(each, (int, float)) for each in parsed.values()):
             raise ValueError(f"the rewards are {text.strip()[:80]!r}, not numbers")

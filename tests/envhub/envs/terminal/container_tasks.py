@@ -190,6 +190,23 @@ TASKS: dict[str, dict[str, str | bytes]] = {
         "sleep 1\n" + REWARD.format('[ "$(' + FETCH.format("127.0.0.1") + ')" = seven ]'),
         environment__serve=SERVER,
     ),
+    "separate-verifier": harbor(
+        "WORKDIR /app\nRUN mkdir /out",
+        "mkdir -p /out/parts && echo 3 > /out/parts/a && echo 4 > /out/b && echo 5 > lost"
+        " && ln -s /tests/answer /out/link && cp b lost 2>/dev/null; echo own > /logs/artifacts/c",
+        REWARD.format(
+            '[ "$(cat /out/parts/a /out/b /logs/artifacts/c)" = "$(cat answer)" ]'
+            ' && [ ! -e /app/lost ] && [ ! -e /out/link ] && [ "$PLACE" = verifier ]'
+        ),
+        tests__Dockerfile=f"FROM {BASE}\nENV PLACE=verifier\nCOPY . /tests\nWORKDIR /tests\n",
+        tests__answer="3\n4\nown\n",
+    ),
+    "separate-copy": harbor(
+        "WORKDIR /app\nRUN echo 1 > a && chmod 644 a",
+        "echo 2 > b; echo 9 > a",
+        REWARD.format('[ "$(cat a b /tests/c)" = "$(printf "1\\n2\\n3")" ]'),
+        tests__c="3\n",
+    ),
     "bench": bench(
         "WORKDIR /app\nRUN echo 2 > a",
         "cp a b",
@@ -211,6 +228,10 @@ TASKS: dict[str, dict[str, str | bytes]] = {
         "    healthcheck: {test: ['CMD-SHELL', 'grep -q :1F40 /proc/net/tcp'], interval: 1s}\n"
     },
 }
+for name, artifacts in (("separate-verifier", '["/out"]'), ("separate-copy", '["/app/b"]')):
+    TASKS[name]["task.toml"] = f"artifacts = {artifacts}\n" + HARBOR.replace(
+        "[verifier]", '[verifier]\nenvironment_mode = "separate"'
+    )
 TASKS["binary-answer"]["tests/expected.bin"] = b"\x00\x01\xff\r\n"
 TASKS["binary-answer"].pop("tests/expected/bin", None)
 TASKS["windows-line-ends"] = {

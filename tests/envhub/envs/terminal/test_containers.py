@@ -166,8 +166,11 @@ def test_container_that_cannot_start_is_a_failure(
     assert words in str(raised.value)
 
 
-def test_container_that_ends_is_a_failure_and_no_reward(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moment", ["before", "command", "tests"])
+def test_container_that_ends_is_a_failure_and_no_reward(tmp_path: Path, moment: str) -> None:
     options = write(tmp_path, "WORKDIR /app")
+    waits = "touch /tmp/waits; sleep 600"
+    (tmp_path / "first/tests/test.sh").write_text(f"{waits}\n", encoding="utf-8")
 
     async def play() -> None:
         env = make_spec(options).make(Style.COMPACT)
@@ -175,13 +178,82 @@ def test_container_that_ends_is_a_failure_and_no_reward(tmp_path: Path) -> None:
         try:
             await env.reset("tasks-train-0", 0)
             name = env._sandbox.name  # type: ignore[union-attr]
-            subprocess.run([ENGINE, "kill", name], check=True, capture_output=True)
-            await env.step("submit")
+            engine = ContainerEngine(ENGINE)
+            if moment == "before":
+                await engine.checked("kill", name)
+            step = asyncio.create_task(env.step(waits if moment == "command" else "submit"))
+            while moment != "before" and not step.done():
+                if (await engine.call("exec", name, "test", "-e", "/tmp/waits")).code == 0:
+                    await engine.checked("kill", name)
+                    break
+            await step
         finally:
             await env.close()
 
     with pytest.raises(EnvFailure, match="container main is exited with code 137"):
         asyncio.run(play())
+
+
+def test_processes_of_the_tests_that_hold_the_output_do_not_delay_them(tmp_path: Path) -> None:
+    test = "sleep 600 &\nsetsid sleep 600 &\necho 1 > /logs/verifier/reward.txt\n"
+    options = write(tmp_path, "WORKDIR /app")
+    (tmp_path / "first/tests/test.sh").write_text(test, encoding="utf-8")
+    _, [end] = played(options, ["submit"])
+    assert (end.reward, end.observation) == (1.0, "The tests passed.")
+
+
+def test_verifier_without_space_for_its_reward_is_a_failure(tmp_path: Path) -> None:
+    compose = "services:\n  main:\n    tmpfs: /logs:size=64k\n"
+    test = "head -c 1M /dev/zero > /logs/verifier/log; echo 1 > /logs/verifier/reward.txt\n"
+    options = write(tmp_path, "WORKDIR /app", **{"environment__docker-compose.yaml": compose})
+    (tmp_path / "first/tests/test.sh").write_text(test, encoding="utf-8")
+    (tmp_path / "first/solution").mkdir()
+    (tmp_path / "first/solution/solve.sh").write_text("true\n", encoding="utf-8")
+    with pytest.raises(EnvFailure, match=r"task first: .*reward.txt|the tests gave no reward"):
+        played(options, ["submit"])
+
+
+@pytest.mark.parametrize(
+    ("dockerfile", "action", "words"),
+    [
+        ("RUN exit 7", "submit", "the build failed"),
+        ("COPY . /tests", "rm /usr/bin/tar; submit", ""),
+    ],
+)
+@pytest.mark.long
+def test_separate_verifier_that_cannot_start_is_a_failure(
+    tmp_path: Path, dockerfile: str, action: str, words: str
+) -> None:
+    """A tar that the agent removed is the agent's fault: its reward is 0."""
+    options = write(tmp_path, "WORKDIR /app", tests__Dockerfile=f"FROM {BASE}\n{dockerfile}\n")
+    settings = tmp_path / "first" / "task.toml"
+    text = settings.read_text(encoding="utf-8")
+    text = text.replace("[verifier]", '[verifier]\nenvironment_mode = "separate"')
+    settings.write_text(text, encoding="utf-8")
+    if words:
+        with pytest.raises(EnvFailure, match=words):
+            played(options, [action])
+        return
+    _, (*_, end) = played(options, [*action.split("; ")])
+    assert (end.reward, end.done) == (0.0, True)
+
+
+@pytest.mark.long
+def test_build_over_its_time_leaves_no_process(tmp_path: Path) -> None:
+    seconds = f"{60_000 + os.getpid()}"
+    (tmp_path / "Dockerfile").write_text(f"FROM {BASE}\nRUN sleep {seconds}\n", encoding="utf-8")
+    spec = ContainerSpec(build=ImageBuild(context=tmp_path, timeout_s=10.0))
+    with pytest.raises(SandboxFailed, match="the build took longer than 10 s"):
+        asyncio.run(Containers(OPTIONS)._images.get(spec))
+    assert seconds not in [word for each in psutil.process_iter() for word in words_of(each)]
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    """Return the command line of a process; [] if it has ended."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 def test_absent_image_is_a_failure(tmp_path: Path) -> None:
@@ -309,11 +381,12 @@ def test_user_that_the_image_lacks_is_named() -> None:
     in_container(work)
 
 
-def containers() -> set[str]:
-    argv = [ENGINE, "ps", "--all", "--quiet", "--filter", f"label={LABEL}"]
-    return set(
-        subprocess.run(argv, capture_output=True, encoding="utf-8", check=True).stdout.split()
-    )
+def owners() -> list[str]:
+    """Return the labels of all containers, which name the processes that created them."""
+    line = f'{{{{index .Labels "{LABEL}"}}}}'
+    argv = [ENGINE, "ps", "--all", "--filter", f"label={LABEL}", "--format", line]
+    listed = subprocess.run(argv, capture_output=True, encoding="utf-8", check=True)
+    return listed.stdout.split()
 
 
 def test_killed_hub_leaves_no_container(tmp_path: Path) -> None:

@@ -110,7 +110,6 @@ def test_table_has_no_field_that_the_packages_lack() -> None:
         ('[verifier]\nenvironment_mode = "separate"', "environment_mode='separate' is not"),
         ("[verifier.environment]", "verifier.environment={} is not supported"),
         ('[[verifier.collect]]\ncommand = "x"', "verifier.collect=[{'command': 'x'}] is not"),
-        ('artifacts = ["/app/x"]', "artifacts=['/app/x'] is not supported"),
         ('[[steps]]\nname = "one"', "steps=[{'name': 'one'}] is not supported"),
         ('multi_step_reward_strategy = "mean"', "multi_step_reward_strategy='mean' is not"),
         ('schema_version = "2.0"', "schema_version='2.0' is none of 1.0, 1.1"),

@@ -226,11 +226,54 @@ def test_written_reward_is_the_reward(tmp_path: Path, name: str, text: str, rewa
 
 
 @pytest.mark.parametrize(
-    "text", ["", "high", "2", "-0.1", "NaN", "true", "{}", '{"reward": "x"}', '{"a": 1, "b": 0}']
+    ("text", "reward"), [(".5", 0.5), ("1.", 1.0), (" 1\n", 1.0), ("1e-1", 0.1)]
+)
+def test_numbers_of_shell_programs_are_rewards(text: str, reward: float) -> None:
+    assert reward_of(text) == reward
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "high",
+        "2",
+        "-0.1",
+        "NaN",
+        "inf",
+        "1 0",
+        "0\n1\n",
+        "true",
+        "{}",
+        '{"reward": "x"}',
+        '{"a": 1, "b": 0}',
+    ],
 )
 def test_unusable_reward_is_a_failure(text: str) -> None:
     with pytest.raises(ValueError, match=r"reward|Expecting"):
         reward_of(text)
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_verifier_that_never_writes_its_reward_is_a_failure(tmp_path: Path, code: int) -> None:
+    test = f"[ -e lost ] && echo 1 > /logs/verifier/reward.txt\nexit {code}\n"
+    harbor(tmp_path, test=test, **{"solution__solve.sh": "touch out"})
+    with pytest.raises(EnvFailure, match=f"the tests gave no reward, with exit code {code}"):
+        played(options_of(tmp_path), ["submit"])
+
+
+def test_verifier_that_ends_early_is_zero_if_the_solution_has_a_reward(tmp_path: Path) -> None:
+    test = "set -e\n[ -e out ]\necho 1 > /logs/verifier/reward.txt\n"
+    harbor(tmp_path, test=test, **{"solution__solve.sh": "touch out"})
+    [last] = played(options_of(tmp_path), ["submit"])
+    assert (last.reward, last.done) == (0.0, True)
+
+
+def test_processes_of_the_tests_that_hold_the_output_do_not_delay_them(tmp_path: Path) -> None:
+    test = "sleep 600 &\nsetsid sleep 600 &\necho 1 > /logs/verifier/reward.txt\n"
+    harbor(tmp_path, test=test, settings="[verifier]\ntimeout_sec = 60\n")
+    [last] = played(options_of(tmp_path), ["submit"])
+    assert last.reward == 1.0
 
 
 def test_tests_that_cannot_run_are_a_failure(tmp_path: Path) -> None:
