@@ -381,3 +381,64 @@ def test_instruction_of_tasks_with_a_network_is_in_their_first_observation(
     before = f"{instruction_of(hosts)}\n\n" if hosts else ""
     text = env._shared.opening(only, "/app")
     assert text == f"{before}Do it.\n\nThe work folder is /app."
+
+
+SEPARATE = "[verifier]\nenvironment_mode = 'separate'\n"
+
+
+def test_separate_verifier_has_its_own_image_limits_and_network(tmp_path: Path) -> None:
+    settings = """
+        artifacts = ["/out", { source = "/log/", destination = "x" }]
+        [environment]
+        docker_image = "agent:1"
+        memory_mb = 64
+        [environment.env]
+        A = "1"
+        [verifier.environment]
+        docker_image = "tests:1"
+        memory_mb = 32
+        network_mode = "no-network"
+    """
+    folder = task(tmp_path, settings, tests__test__sh="true")
+    read = read_settings(folder, without_network=False, has_containers=True, permits_network=True)
+    assert read.verifier is not None
+    assert read.verifier.container is not None
+    assert read.artifacts == ("/logs/artifacts", "/out", "/log")
+    assert (read.image, read.verifier.container.image) == ("agent:1", "tests:1")
+    assert (read.memory_bytes, read.verifier.memory_bytes) == (64 * MIB, 32 * MIB)
+    assert (read.has_network, read.verifier.has_network) == (True, False)
+    assert (read.verifier.variables, read.verifier.has_tests) == ({}, True)
+
+
+def test_separate_verifier_without_an_image_has_a_copy_of_the_task(tmp_path: Path) -> None:
+    settings = SEPARATE + "[environment]\ndocker_image = 'agent:1'\nmemory_mb = 64\n"
+    read = read_settings(task(tmp_path, settings), without_network=False, has_containers=True)
+    assert read.verifier is not None
+    assert read.verifier.container is not None
+    assert read.verifier.container.image == "agent:1"
+    assert (read.verifier.memory_bytes, read.verifier.has_tests) == (64 * MIB, False)
+    assert read.artifacts == ("/logs/artifacts",)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ("artifacts = ['out']\n" + SEPARATE, "'out' is no absolute path"),
+        ("artifacts = ['/a/../b']\n" + SEPARATE, "'/a/../b' is no absolute path"),
+        ("artifacts = [{source = '/a', exclude = ['b']}]\n" + SEPARATE, "artifacts.exclude=['b']"),
+        ("artifacts = [{source = '/a', service = 'db'}]\n" + SEPARATE, "artifacts.service='db'"),
+        ("[verifier]\nenvironment_mode = 'other'\n", "environment_mode='other' is none"),
+        (
+            "[verifier]\nenvironment_mode = 'shared'\n[verifier.environment]\n",
+            "verifier.environment needs environment_mode='separate'",
+        ),
+        ("[verifier.environment]\ngpus = 1\n", "verifier.environment.gpus=1 is not supported"),
+        (SEPARATE, "a separate verifier needs an image"),
+    ],
+)
+def test_part_of_a_separate_verifier_that_is_not_obeyed_is_refused(
+    tmp_path: Path, settings: str, words: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read_settings(task(tmp_path, settings), without_network=False, has_containers=True)
+    assert words in str(raised.value)
