@@ -18,6 +18,8 @@ from tests.end_to_end.recipe_sizes import small_overrides
 from tests.end_to_end.runs import REPOSITORY, Run, balances
 from tests.end_to_end.test_agents_of_others import python_of
 from tests.envhub.envs.dataset.judges.judge_server import JudgeServer, serving
+from tests.envhub.envs.terminal.container_tasks import write_task
+from tests.envhub.envs.terminal.test_containers import problem
 from tests.envhub.interop.test_mcp_package import MCP
 from tests.learner.teacher.served import KEY, Teacher
 from tests.venvs import python_with
@@ -101,12 +103,21 @@ def own_python(variable: str, requirement: str, folder: Path) -> Outside:
     return Outside(env={"AGENT_PYTHON": python_of(variable, requirement, folder)})
 
 
+@contextmanager
+def containers(folder: Path) -> Iterator[Outside]:
+    if reason := problem():
+        pytest.skip(reason)
+    write_task(folder / "tasks", "no-python")
+    yield Outside(overrides=(f"envs.terminal.train={folder / 'tasks'}",))
+
+
 # Part of a command -> the thing that it needs.
 NEEDS: dict[str, Callable[[Path], AbstractContextManager[Outside]]] = {
     "reward.judge.url=": judge,
     "algorithm.teacher.url=": teacher,
     "env.dialect=textcraft": lambda _: hub("agentgym"),
     "env.dialect=openenv": lambda _: hub("openenv"),
+    "sandbox.backend=podman": containers,
     "mcp:": lambda _: package(MCP),
     "--config smollm2-chain-sum": lambda _: package("reasoning-gym==0.1.25"),
     "launcher=ray": lambda _: nullcontext(Outside(overrides=("ray.address=",))),
