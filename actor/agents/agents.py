@@ -23,10 +23,10 @@ from actor.agents.server import AgentServer
 from actor.formats.renderer import Renderer
 from actor.rollout.context import History, Room
 from actor.rollout.episode import (
-    Act,
     EpisodeState,
     OpenSession,
     PolicyFailed,
+    StreamingAct,
     record_end_reason,
     trajectory_of,
 )
@@ -352,7 +352,7 @@ class Agents:
         lease: Lease,
         *,
         open_session: OpenSession,
-        act: Act,
+        act: StreamingAct,
         task: tuple[str, str],
         may_repeat: bool,
     ) -> Trajectory:

@@ -5,8 +5,13 @@ import logging
 import secrets
 import time
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
 
 from actor.agents.lineages import Lineage, Lineages
+from actor.api.parts import AnswerComplete, PartialAnswer
 from actor.api.prompts import (
     check_tools,
     continued,
@@ -19,6 +24,8 @@ from actor.api.prompts import (
     thoughts_of,
 )
 from actor.api.requests import (
+    AnswerHead,
+    AnswerPart,
     ApiError,
     ContextExceeded,
     Message,
@@ -31,17 +38,57 @@ from actor.formats.renderer import Renderer
 from actor.rollout.context import Tape, Turn
 from actor.rollout.env_client import HubStepResult
 from actor.rollout.episode import (
-    Act,
     ContextFull,
     EnvSession,
     EpisodeState,
     PolicyFailed,
+    StreamingAct,
     action_number,
     first_text,
 )
 from common.wire.messages import EndReason, Lease
 
 logger = logging.getLogger(__name__)
+
+
+class AnswerListener(Protocol):
+    """Receives the answers to a request as they are sampled."""
+
+    def open(self, heads: Sequence[AnswerHead]) -> None:
+        """Receive the heads of all answers, before their first tokens."""
+        ...
+
+    def add(self, index: int, part: AnswerPart) -> None:
+        """Receive a further part of an answer."""
+        ...
+
+
+class _OpenAnswer:
+    """An answer that the policy samples."""
+
+    def __init__(
+        self,
+        asked: PolicyRequest,
+        ids: list[int],
+        thoughts: dict[int, str],
+        index: int,
+        listener: AnswerListener | None,
+        renderer: Renderer,
+    ) -> None:
+        """`thoughts`: those of the sampled answers in the request, as in `Lineage`."""
+        self.asked = asked
+        self.ids = ids  # Tokens of the prompt.
+        self.thoughts = thoughts
+        self.listener = listener
+        self.head = AnswerHead(number=secrets.token_hex(12), num_prompt=len(ids))
+        self.partial = PartialAnswer(renderer.of_streams, asked, num_prompt=len(ids))
+        self.asked_at = 0.0
+        self._index = index
+
+    def add(self, new: Turn) -> None:
+        """Receive tokens. Raises: AnswerComplete: the request takes no further one."""
+        assert self.listener is not None
+        self.listener.add(self._index, self.partial.add(new))
 
 
 class AgentEpisode:
@@ -61,7 +108,7 @@ class AgentEpisode:
         lease: Lease,
         *,
         session: EnvSession,
-        act: Act,
+        act: StreamingAct,
         play: EpisodeState,
         renderer: Renderer,
         room: tuple[int, int],  # Maximum tokens of prompt and answer together, and of an answer.
@@ -85,6 +132,7 @@ class AgentEpisode:
         self._task = task
         self._lineages = Lineages()
         self._num_in_flight = 0  # Requests that the policy is sampling.
+        self._open: list[_OpenAnswer] = []  # Their answers.
         self._sampled = asyncio.Condition()  # A request has ended.
         self._kept: dict[str, list[Message]] = {}  # answer id -> the conversation up to that answer
         self._is_left = False  # The agent has left.
@@ -110,8 +158,19 @@ class AgentEpisode:
         reply = {"observation": observation, "instruction": instruction, "messages": messages}
         return {**reply, "env": self._lease.env, "item_id": self._lease.item_id}
 
-    async def answers(self, asked: PolicyRequest) -> list[PolicyAnswer]:
-        """Return the policy's answers to a request, sampled at once. Raises: ApiError."""
+    async def answers(
+        self, asked: PolicyRequest, listener: AnswerListener | None = None
+    ) -> list[PolicyAnswer]:
+        """Return the policy's answers to a request, sampled at once.
+
+        A cancelled call ends the sampling. The tokens that a listener has received of unfinished
+        answers are recorded as answers that were cut there.
+
+        Args:
+            listener: receives the answers as they are sampled; None: the request has no stream.
+
+        Raises: ApiError.
+        """
         asked, earlier, ids = self._read(asked)
         self.is_full = len(ids) + self._turn_tokens > self._max_tokens
         if self.is_full:
@@ -121,8 +180,13 @@ class AgentEpisode:
             self._excess = error.reason
             raise error
         thoughts = {} if earlier is None else earlier.thoughts
-        asking = [self._answer(asked, ids, thoughts) for _ in range(asked.num_answers)]
-        return await asyncio.gather(*asking)
+        open_answers = [
+            _OpenAnswer(asked, ids, thoughts, index, listener, self._renderer)
+            for index in range(asked.num_answers)
+        ]
+        if listener is not None:
+            listener.open([each.head for each in open_answers])
+        return await asyncio.gather(*map(self._answer, open_answers))
 
     def num_prompt_tokens(self, asked: PolicyRequest) -> int:
         """Return the number of tokens of a request's prompt. Raises: ApiError."""
@@ -137,36 +201,74 @@ class AgentEpisode:
             check_tools(self._renderer, asked)
         return self._encoded(asked)
 
-    async def _answer(
-        self, asked: PolicyRequest, ids: list[int], thoughts: dict[int, str]
-    ) -> PolicyAnswer:
-        """Return one answer to a prompt, and record it.
-
-        Args:
-            thoughts: those of the sampled answers in the request, as in `Lineage`.
-        """
+    async def _answer(self, opened: _OpenAnswer) -> PolicyAnswer:
+        """Return one answer to a prompt, and record it."""
         await self._enter()
+        self._open.append(opened)
         try:
-            taken = await self._play.sample(self._act, self._session, ids)
+            taken = await self._sample(opened)
+        except asyncio.CancelledError:
+            self._record_part(opened)
+            raise
         finally:
+            if opened in self._open:
+                self._open.remove(opened)
             await self._leave()
         if self._is_left or self.failed.done():  # The episode is final.
-            raise _ended()
+            raise ended_error()
+        asked = opened.asked
         taken, stop = self._cut(taken, asked)
-        answer = self._as_answer(asked, taken, stop, num_prompt=len(ids))
-        is_chat = asked.prompt is None
-        self._lineages.add(
-            ids,
-            taken,
-            self._play.num_turns,
-            messages=[*asked.messages, answer.message] if is_chat else [],
-            thoughts={**thoughts, len(asked.messages): answer.thoughts} if is_chat else {},
-            tools=asked.tools,
-        )
+        answer = self._as_answer(opened, taken, stop)
+        self._record(opened, taken, answer)
         if asked.is_kept:
             earlier = asked.messages[1 if asked.instructions else 0 :]
             self._kept[f"resp_{answer.number}"] = [*earlier, answer.message_with_ids("call")]
         return answer
+
+    async def _sample(self, opened: _OpenAnswer) -> Turn:
+        """Return the sampled tokens of an answer, as far as its request takes them."""
+        if opened.listener is None:
+            return await self._play.sample(self._act, self._session, opened.ids)
+        act = partial(self._act, on_tokens=opened.add)
+        opened.asked_at = time.monotonic()
+        try:
+            return await self._play.sample(act, self._session, opened.ids)
+        except AnswerComplete:
+            return self._count_part(opened)
+
+    def _count_part(self, opened: _OpenAnswer) -> Turn:
+        """Return the tokens that have arrived of an answer, and record their cost."""
+        taken = opened.partial.taken
+        self._play.count(taken, time.monotonic() - opened.asked_at)
+        return taken
+
+    def _record_part(self, opened: _OpenAnswer) -> None:
+        """Record the tokens of an answer that ends before its last token, at most once."""
+        if opened not in self._open:
+            return
+        self._open.remove(opened)
+        if opened.partial.token_ids:
+            sent = opened.partial
+            taken = self._count_part(opened)
+            answer = replace(
+                self._as_answer(opened, taken, None),
+                **{"text": sent.text, "calls": [], "thoughts": sent.thoughts},
+            )
+            self._record(opened, taken, answer)
+
+    def _record(self, opened: _OpenAnswer, taken: Turn, answer: PolicyAnswer) -> None:
+        """Append an answer to the conversations."""
+        asked = opened.asked
+        is_chat = asked.prompt is None
+        place = len(asked.messages)
+        self._lineages.add(
+            opened.ids,
+            taken,
+            self._play.num_turns,
+            messages=[*asked.messages, answer.message] if is_chat else [],
+            thoughts={**opened.thoughts, place: answer.thoughts} if is_chat else {},
+            tools=asked.tools,
+        )
 
     async def _enter(self) -> None:
         """Wait until the horizon allows one more answer beside those in progress.
@@ -193,20 +295,29 @@ class AgentEpisode:
             self._num_in_flight -= 1
             self._sampled.notify_all()
 
-    def _as_answer(
-        self, asked: PolicyRequest, taken: Turn, stop: str | None, *, num_prompt: int
-    ) -> PolicyAnswer:
+    def _as_answer(self, opened: _OpenAnswer, taken: Turn, stop: str | None) -> PolicyAnswer:
         """Return a sampled turn as the answer to a request."""
-        text, calls = read_turn(self._renderer, taken.token_ids, asked, stop)
+        asked = opened.asked
+        renderer = self._renderer if opened.listener is None else self._renderer.of_streams
+        text, calls = read_turn(renderer, taken.token_ids, asked, stop)
+        thoughts = thoughts_of(renderer, taken.token_ids, asked)
+        sent = opened.partial
+        if not (text.startswith(sent.text) and thoughts.startswith(sent.thoughts)):
+            logger.warning(
+                "the text of a stream differs from its answer episode=%s sent=%r answer=%r",
+                *(self._lease.episode_id, sent.text[-80:], text[-80:]),
+            )
+            text = sent.text  # The agent has it in its history.
+            thoughts = sent.thoughts
         return PolicyAnswer(
-            number=secrets.token_hex(12),
+            number=opened.head.number,
             text=text,
             calls=calls,
-            thoughts=thoughts_of(self._renderer, taken.token_ids, asked),
-            logprobs=logprobs_of(self._renderer, taken.token_ids, taken.logprobs, asked),
+            thoughts=thoughts,
+            logprobs=logprobs_of(renderer, taken.token_ids, taken.logprobs, asked),
             is_stopped=taken.is_stopped,
             stop=stop,
-            num_prompt=num_prompt,
+            num_prompt=len(opened.ids),
             num_sampled=len(taken.token_ids),
         )
 
@@ -260,6 +371,7 @@ class AgentEpisode:
         Raises: ContextFull: its last request did not fit. PolicyFailed: the agent failed.
         """
         play = self._play
+        self._record_parts()
         self._is_left = True
         if self.refused:
             refused = dict(self.refused)
@@ -292,8 +404,14 @@ class AgentEpisode:
 
     def close(self) -> None:
         """Record the rows so far, after which the episode is final."""
+        self._record_parts()
         self._is_left = True
         self._play.history.tape = self.tape()
+
+    def _record_parts(self) -> None:
+        """Record the tokens that streams have sent of unfinished answers."""
+        for opened in list(self._open):
+            self._record_part(opened)
 
     def tape(self) -> Tape:
         """Return the rows so far. Tokens sampled after the last step belong to its turn."""
@@ -306,7 +424,7 @@ class AgentEpisode:
 
     def _check_open(self) -> None:
         if self.is_closed:
-            raise _ended()
+            raise ended_error()
 
     def _before(self, asked: PolicyRequest) -> list[Message]:
         """Return the conversation that a request continues; [] for a new one. Raises: ApiError."""
@@ -383,5 +501,6 @@ class AgentEpisode:
         return shorter, cut.stop
 
 
-def _ended() -> ApiError:
+def ended_error() -> ApiError:
+    """Return the error for a request to an episode that has ended."""
     return ApiError(410, "episode_ended", "the episode of this API key has ended")

@@ -10,6 +10,8 @@ from actor.api.requests import (
     EFFORT,
     LABEL,
     ONE_CALL,
+    AnswerHead,
+    AnswerPart,
     Api,
     ApiError,
     ContextExceeded,
@@ -153,6 +155,12 @@ def _messages(message: dict[str, Any], place: str) -> list[Message]:
     return [*results, *([{"role": role, "content": text}] if texts else [])]
 
 
+def _message_head(asked: PolicyRequest, number: str) -> dict[str, Any]:
+    """Return the fields of a response that exist before its answer."""
+    head = {"id": f"msg_{number}", "type": "message", "role": "assistant"}
+    return {**head, "model": as_model(asked)}
+
+
 def _reply(asked: PolicyRequest, answers: Sequence[PolicyAnswer]) -> dict[str, Any]:
     """Return the answer of the policy as a response body of this API."""
     (answer,) = answers
@@ -162,35 +170,71 @@ def _reply(asked: PolicyRequest, answers: Sequence[PolicyAnswer]) -> dict[str, A
     for call, name, arguments in answer.named_calls("toolu"):
         content.append({"type": "tool_use", "id": call, "name": name, "input": arguments})
     ended = "stop_sequence" if answer.stop else "end_turn"
-    head = {"id": f"msg_{answer.number}", "type": "message", "role": "assistant"}
     return {
-        **{**head, "model": as_model(asked), "content": content},
+        **{**_message_head(asked, answer.number), "content": content},
         "stop_reason": answer.reason(calls="tool_use", stop=ended, length="max_tokens"),
         "stop_sequence": answer.stop,
         "usage": {"input_tokens": answer.num_prompt, "output_tokens": answer.num_sampled},
     }
 
 
-def _events(_: PolicyRequest, reply: dict[str, Any]) -> list[Event]:
-    """Return a response as the events of a stream."""
-    begun = {**reply, "content": [], "stop_reason": None, "stop_sequence": None}
-    begun["usage"] = {**reply["usage"], "output_tokens": 0}
-    events: list[Event] = [("message_start", {"message": begun})]
-    for index, block in enumerate(reply["content"]):
-        if block["type"] == "text":
-            bare = {**block, "text": ""}
-            delta = {"type": "text_delta", "text": block["text"]}
-        else:
-            bare = {**block, "input": {}}
-            partial = arguments_text(block["input"])
-            delta = {"type": "input_json_delta", "partial_json": partial}
-        events.append(("content_block_start", {"index": index, "content_block": bare}))
-        events.append(("content_block_delta", {"index": index, "delta": delta}))
-        events.append(("content_block_stop", {"index": index}))
-    ended = {name: reply[name] for name in ("stop_reason", "stop_sequence")}
-    usage = {"output_tokens": reply["usage"]["output_tokens"]}
-    events += [("message_delta", {"delta": ended, "usage": usage}), ("message_stop", {})]
-    return [(name, {"type": name, **each}) for name, each in events]
+class _MessageWriter:
+    """Writes an answer as the stream of this API: a block of text, then its calls."""
+
+    def __init__(self, asked: PolicyRequest, heads: Sequence[AnswerHead]) -> None:
+        self._asked = asked
+        (self._head,) = heads
+        self._num_text: int | None = None  # Characters of the text that were sent; None: no block.
+
+    def begin(self) -> list[Event]:
+        message = {
+            **_message_head(self._asked, self._head.number),
+            **{"content": [], "stop_reason": None, "stop_sequence": None},
+            "usage": {"input_tokens": self._head.num_prompt, "output_tokens": 0},
+        }
+        return [_event("message_start", message=message)]
+
+    def add(self, index: int, part: AnswerPart) -> list[Event]:
+        return self._text(part.text) if part.text else []
+
+    def end(self, answers: Sequence[PolicyAnswer]) -> list[Event]:
+        (answer,) = answers
+        reply = _reply(self._asked, answers)
+        events: list[Event] = []
+        for index, block in enumerate(reply["content"]):
+            if block["type"] == "text":
+                events += self._text(answer.text[self._num_text or 0 :])
+            else:
+                bare = {**block, "input": {}}
+                delta = {"type": "input_json_delta", "partial_json": arguments_text(block["input"])}
+                events.append(_event("content_block_start", index=index, content_block=bare))
+                events.append(_event("content_block_delta", index=index, delta=delta))
+            events.append(_event("content_block_stop", index=index))
+        ended = {name: reply[name] for name in ("stop_reason", "stop_sequence")}
+        usage = {"output_tokens": reply["usage"]["output_tokens"]}
+        events.append(_event("message_delta", delta=ended, usage=usage))
+        return [*events, _event("message_stop")]
+
+    def fail(self, error: ApiError) -> list[Event]:
+        return [("error", anthropic_error(error))]
+
+    def _text(self, text: str) -> list[Event]:
+        """Return the events of a further text of the first block."""
+        events: list[Event] = []
+        if self._num_text is None:
+            self._num_text = 0
+            block = {"type": "text", "text": ""}
+            events.append(_event("content_block_start", index=0, content_block=block))
+        elif not text:
+            return []
+        self._num_text += len(text)
+        delta = {"type": "text_delta", "text": text}
+        return [*events, _event("content_block_delta", index=0, delta=delta)]
+
+
+def _event(name: str, /, **fields: Any) -> Event:
+    """Return an event of this API, whose payload has its name."""
+    return name, {"type": name, **fields}
 
 
 def _excess(error: ContextExceeded) -> ApiError:
@@ -206,4 +250,4 @@ def _excess(error: ContextExceeded) -> ApiError:
     return error.worded(text, "messages")
 
 
-MESSAGES_API = Api(read=_read, reply=_reply, events=_events, excess=_excess)
+MESSAGES_API = Api(read=_read, reply=_reply, writer=_MessageWriter, excess=_excess)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from starlette.responses import Response
 
 from actor.agents.http import AgentRequest
+from actor.agents.streams import EventStream
 
 NUM_KEPT = 32  # Number of completed answers that are kept for each episode.
 ENV = "/env/"
@@ -25,13 +26,24 @@ class _Answered:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     answer: Response | None = None  # None: in progress, or failed.
 
+    @property
+    def is_aborted(self) -> bool:
+        """Whether no client waited for the rest of the answer."""
+        return isinstance(self.answer, EventStream) and self.answer.is_aborted
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the answer is complete."""
+        is_growing = isinstance(self.answer, EventStream) and not self.answer.is_over
+        return self.ended.is_set() and not is_growing
+
 
 class Repeats:
     """The recent requests of one episode, and their answers.
 
     A request is a repetition if it equals an earlier one (path, body, `Idempotency-Key`), and the
     answer to that one was lost with its connection, or the client marks a retry. Two equal requests
-    without a lost answer are two requests.
+    without a lost answer are two requests. A stream that was aborted is not repeated.
 
     Example: an agent asks; its connection breaks while the policy samples. It connects again and
     sends the same request: it waits for the answer in progress. The policy has sampled one turn. It
@@ -78,7 +90,7 @@ class Repeats:
 
     def _find(self, mark: bytes, request: AgentRequest) -> _Answered | None:
         """Return the request that this one repeats, preferably one with a lost answer."""
-        equal = [each for each in self._sent if each.mark == mark]
+        equal = [each for each in self._sent if each.mark == mark and not each.is_aborted]
         lost = next((each for each in equal if each.request.is_lost), None)
         if lost is not None:
             return lost
@@ -86,7 +98,7 @@ class Repeats:
         return equal[-1] if equal and is_marked else None
 
     def _drop_old(self) -> None:
-        done = [answered for answered in self._sent if answered.ended.is_set()]
+        done = [answered for answered in self._sent if answered.is_over]
         for answered in done[:-NUM_KEPT]:
             self._sent.remove(answered)
 

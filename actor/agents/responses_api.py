@@ -1,6 +1,5 @@
 """OpenAI's API of responses."""
 
-import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,8 @@ from actor.api.requests import (
     EFFORT,
     LABEL,
     ONE_CALL,
+    AnswerHead,
+    AnswerPart,
     Api,
     ApiError,
     ContextExceeded,
@@ -24,6 +25,7 @@ from actor.api.requests import (
     Message,
     PolicyAnswer,
     PolicyRequest,
+    TokenLogprob,
     arguments_text,
     as_model,
     check_fields,
@@ -166,65 +168,119 @@ def _reply(asked: PolicyRequest, answers: Sequence[PolicyAnswer]) -> dict[str, A
         "total_tokens": answer.num_prompt + answer.num_sampled,
     }
     is_cut = state == "incomplete"
+    return {
+        **_response_head(asked, answer.number),
+        "status": state,
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        **{"output": output, "usage": usage},
+    }
+
+
+def _response_head(asked: PolicyRequest, number: str) -> dict[str, Any]:
+    """Return a response in progress, without its answer."""
     names = ("instructions", "max_output_tokens", "metadata", "previous_response_id")
     names += ("temperature", "top_p")
     return {
         **{name: asked.body.get(name) for name in names},
-        **{"id": f"resp_{answer.number}", "object": "response", "created_at": now()},
-        **{"status": state, "error": None, "model": as_model(asked)},
-        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        **{"output": output, "usage": usage, "parallel_tool_calls": True},
+        **{"id": f"resp_{number}", "object": "response", "created_at": now()},
+        **{"status": "in_progress", "error": None, "model": as_model(asked)},
+        **{"incomplete_details": None, "output": [], "usage": None, "parallel_tool_calls": True},
         "tools": asked.body.get("tools") or [],
         "tool_choice": asked.body.get("tool_choice") or "auto",
         "text": {"format": {"type": "text"}},
     }
 
 
-def _events(_: PolicyRequest, reply: dict[str, Any]) -> list[Event]:
-    """Return a response as the events of a stream."""
-    begun = {**reply, "status": "in_progress", "output": [], "usage": None}
-    begun["incomplete_details"] = None
-    events: list[Event] = [
-        ("response.created", {"response": begun}),
-        ("response.in_progress", {"response": begun}),
-    ]
-    for index, item in enumerate(reply["output"]):
-        place: dict[str, Any] = {"output_index": index}
-        of_item = {**place, "item_id": item["id"]}
-        empty: dict[str, Any] = {"content": []}
-        if item["type"] != "message":
-            name = "input" if item["type"] == "custom_tool_call" else "arguments"
-            empty = {name: ""}
-        bare = {**item, "status": "in_progress", **empty}
-        events.append(("response.output_item.added", {**place, "item": bare}))
-        if item["type"] == "message":
-            events += _text_events(of_item, item["content"][0])
-        elif item["type"] == "custom_tool_call":
-            kind = "response.custom_tool_call_input"
-            events.append((f"{kind}.delta", {**of_item, "delta": item["input"]}))
-            events.append((f"{kind}.done", {**of_item, "input": item["input"]}))
-        else:
-            kind = "response.function_call_arguments"
-            arguments = item["arguments"]
-            events.append((f"{kind}.delta", {**of_item, "delta": arguments}))
-            done = {"arguments": arguments, "name": item["name"]}
-            events.append((f"{kind}.done", {**of_item, **done}))
-        events.append(("response.output_item.done", {**place, "item": item}))
-    events.append((f"response.{reply['status']}", {"response": reply}))
-    return [(n, {"type": n, "sequence_number": i, **each}) for i, (n, each) in enumerate(events)]
+class _ResponseWriter:
+    """Writes an answer as the stream of this API: an item of text, then its calls."""
 
+    def __init__(self, asked: PolicyRequest, heads: Sequence[AnswerHead]) -> None:
+        self._asked = asked
+        (head,) = heads
+        self._begun = _response_head(asked, head.number)
+        self._message = f"msg_{head.number}"
+        self._num_events = 0
+        self._num_text: int | None = None  # Characters of the text that were sent; None: no item.
+        self._num_entries = 0
+        self._waiting: list[TokenLogprob] = []  # Tokens without a text so far.
 
-def _text_events(of_item: dict[str, Any], part: dict[str, Any]) -> list[Event]:
-    """Return the events of one text in a stream."""
-    of_part = {**of_item, "content_index": 0}
-    kind = "response.output_text"
-    text = part["text"]
-    return [
-        ("response.content_part.added", {**of_part, "part": {**part, "text": ""}}),
-        (f"{kind}.delta", {**of_part, "delta": text, "logprobs": part["logprobs"]}),
-        (f"{kind}.done", {**of_part, "text": text, "logprobs": part["logprobs"]}),
-        ("response.content_part.done", {**of_part, "part": part}),
-    ]
+    def begin(self) -> list[Event]:
+        names = ("response.created", "response.in_progress")
+        return [self._event(name, response=self._begun) for name in names]
+
+    def add(self, index: int, part: AnswerPart) -> list[Event]:
+        self._waiting += part.logprobs
+        return self._text(part.text, self._waiting) if part.text else []
+
+    def end(self, answers: Sequence[PolicyAnswer]) -> list[Event]:
+        (answer,) = answers
+        reply = _reply(self._asked, answers)
+        reply["created_at"] = self._begun["created_at"]
+        events: list[Event] = []
+        for index, item in enumerate(reply["output"]):
+            if item["type"] == "message":
+                events += self._text(
+                    answer.text[self._num_text or 0 :], answer.logprobs[self._num_entries :]
+                )
+                events += self._text_end(item["content"][0])
+            else:
+                events += self._call(index, item)
+            events.append(self._event("response.output_item.done", output_index=index, item=item))
+        return [*events, self._event(f"response.{reply['status']}", response=reply)]
+
+    def fail(self, error: ApiError) -> list[Event]:
+        details = {"code": error.code, "message": error.message}
+        failed = {**self._begun, "status": "failed", "error": details}
+        return [self._event("response.failed", response=failed)]
+
+    def _event(self, name: str, /, **fields: Any) -> Event:
+        """Return the next event, with its number."""
+        self._num_events += 1
+        return name, {"type": name, "sequence_number": self._num_events - 1, **fields}
+
+    def _text(self, text: str, logprobs: Sequence[TokenLogprob]) -> list[Event]:
+        """Return the events of a further text of the answer."""
+        events: list[Event] = []
+        if self._num_text is None:
+            self._num_text = 0
+            item = {"type": "message", "id": self._message, "role": "assistant"}
+            item |= {"status": "in_progress", "content": []}
+            events.append(self._event("response.output_item.added", output_index=0, item=item))
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            events.append(self._of_text("response.content_part.added", part=part))
+        elif not (text or logprobs):
+            return []
+        self._num_text += len(text)
+        self._num_entries += len(logprobs)
+        entries = [token.entry() for token in logprobs]
+        self._waiting = []
+        delta = self._of_text("response.output_text.delta", delta=text, logprobs=entries)
+        return [*events, delta]
+
+    def _text_end(self, part: dict[str, Any]) -> list[Event]:
+        """Return the events of the end of the answer's text."""
+        whole = {"text": part["text"], "logprobs": part["logprobs"]}
+        return [
+            self._of_text("response.output_text.done", **whole),
+            self._of_text("response.content_part.done", part=part),
+        ]
+
+    def _of_text(self, name: str, /, **fields: Any) -> Event:
+        """Return an event of the answer's text."""
+        return self._event(name, output_index=0, item_id=self._message, content_index=0, **fields)
+
+    def _call(self, index: int, item: dict[str, Any]) -> list[Event]:
+        """Return the events of a call, up to the end of its item."""
+        name = "input" if item["type"] == "custom_tool_call" else "arguments"
+        kind = "custom_tool_call_input" if name == "input" else "function_call_arguments"
+        bare = {**item, "status": "in_progress", name: ""}
+        place = {"output_index": index, "item_id": item["id"]}
+        done = {name: item[name]} if name == "input" else {name: item[name], "name": item["name"]}
+        return [
+            self._event("response.output_item.added", output_index=index, item=bare),
+            self._event(f"response.{kind}.delta", **place, delta=item[name]),
+            self._event(f"response.{kind}.done", **place, **done),
+        ]
 
 
 def _excess(error: ContextExceeded) -> ApiError:
@@ -233,21 +289,6 @@ def _excess(error: ContextExceeded) -> ApiError:
     return error.worded(f"{text} try again. {error.reason}.", "input")
 
 
-def _excess_events(asked: PolicyRequest, error: ApiError) -> list[Event]:
-    """Return the events of a stream that fails, as this API reports a prompt that is too long."""
-    number = f"resp_{secrets.token_hex(12)}"
-    head = {"id": number, "object": "response", "created_at": now(), "model": as_model(asked)}
-    begun = {**head, "status": "in_progress", "error": None, "output": [], "usage": None}
-    begun |= {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
-    details = {"code": error.code, "message": error.message}
-    events: list[Event] = [
-        ("response.created", {"response": begun}),
-        ("response.in_progress", {"response": begun}),
-        ("response.failed", {"response": {**begun, "status": "failed", "error": details}}),
-    ]
-    return [(n, {"type": n, "sequence_number": i, **each}) for i, (n, each) in enumerate(events)]
-
-
 RESPONSES_API = Api(
-    read=_read, reply=_reply, events=_events, excess=_excess, excess_events=_excess_events
+    read=_read, reply=_reply, writer=_ResponseWriter, excess=_excess, streams_excess=True
 )

@@ -6,10 +6,12 @@ long-lived agent requests its next episode with `POST /episodes/...`. The server
 machine only, unless `actor.agents.host` names another address.
 """
 
+import asyncio
 import json
 import logging
+import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +20,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from actor.agents.episode import AgentEpisode
+from actor.agents.episode import AgentEpisode, ended_error
 from actor.agents.http import AgentRequest, HttpServer
 from actor.agents.keys import EpisodeKeys, digest_of, url_name
 from actor.agents.listener import listen
@@ -26,16 +28,20 @@ from actor.agents.messages_api import MESSAGES_API, anthropic_error
 from actor.agents.repeats import Repeats
 from actor.agents.responses_api import RESPONSES_API
 from actor.agents.strangers import MAX_STRANGERS, Strangers
+from actor.agents.streams import EventStream
 from actor.api.chat_api import CHAT_API, COMPLETION_API
 from actor.api.requests import (
+    AnswerHead,
+    AnswerPart,
     Api,
     ApiError,
     ContextExceeded,
     Event,
+    EventWriter,
     PolicyRequest,
-    event_text,
     invalid,
     openai_error,
+    whole_stream,
 )
 from actor.rollout.episode import PolicyFailed
 from common.config.actor import AgentServerOptions
@@ -45,7 +51,6 @@ from common.wire.addresses import is_loopback
 logger = logging.getLogger(__name__)
 
 JSON = "application/json"
-EVENTS = "text/event-stream"
 MODEL = "policy"  # Name of the policy in lists of models; requests may use any name.
 ANTHROPIC = "/v1/messages"
 MODELS = "/v1/models"
@@ -74,6 +79,63 @@ class Taker:
     repeats: Repeats = field(default_factory=Repeats)
 
 
+class StreamListener:
+    """Writes the answers to a request into its stream as they are sampled."""
+
+    def __init__(self, api: Api, asked: PolicyRequest, stream: EventStream) -> None:
+        self.failure: Exception | None = None  # The error of a request without events.
+        self._api = api
+        self._asked = asked
+        self._stream = stream
+        self._writer: EventWriter | None = None
+        self._events: list[Event] = []  # Those that wait for the first token.
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the stream has an event."""
+        return self._stream.begun.is_set()
+
+    def open(self, heads: Sequence[AnswerHead]) -> None:
+        """Prepare the stream of answers whose prompt is encoded."""
+        self._writer = self._api.writer(self._asked, heads)
+        self._events = self._writer.begin()
+
+    def add(self, index: int, part: AnswerPart) -> None:
+        """Send a part of an answer; the first one begins the stream, also without a text."""
+        assert self._writer is not None
+        self._send(self._writer.add(index, part) if part else [])
+
+    async def sample(self, episode: AgentEpisode) -> None:
+        """Sample the answers of an episode, to their end. Raises: as `AgentEpisode.answers`."""
+        try:
+            answers = await episode.answers(self._asked, self)
+        except ContextExceeded as error:
+            excess = self._api.excess(error)
+            if not self._api.streams_excess:
+                raise excess from error
+            self.open([AnswerHead(number=secrets.token_hex(12), num_prompt=error.num_prompt)])
+            self._send([])
+            raise excess from error
+        assert self._writer is not None
+        self._send(self._writer.end(answers))
+        self._stream.end(whole_stream(self._api, self._asked, answers))
+
+    def fail(self, error: ApiError) -> None:
+        """End the stream with an error."""
+        if self._writer is not None:
+            self._send(self._writer.fail(error))
+        self._stream.end()
+
+    def fail_early(self, error: Exception) -> None:
+        """Report an error before the first event."""
+        self.failure = error
+        self._stream.end()
+
+    def _send(self, events: Sequence[Event]) -> None:
+        self._stream.write([*self._events, *events])
+        self._events = []
+
+
 class AgentServer:
     """Serves all agents of one actor.
 
@@ -95,6 +157,7 @@ class AgentServer:
         self._num_ports = num_ports
         self._takers: dict[bytes, Taker] = {}  # digest of the key in an address of episodes -> it
         self._keys = EpisodeKeys()
+        self._streams: dict[EventStream, AgentEpisode] = {}  # Those whose answer is sampled.
         self._handlers: dict[str, dict[str, Handler]] = {  # path -> method -> handler
             **{path: {"POST": partial(self._sample_answer, api)} for path, api in APIS.items()},
             **{path: {"POST": partial(self._count_tokens, *how)} for path, how in COUNTS.items()},
@@ -120,6 +183,10 @@ class AgentServer:
     async def close(self) -> None:
         """Stop listening. Pending requests get no answer."""
         await self.http.close()
+        streams = list(self._streams)
+        for stream in streams:
+            stream.abort()
+        await asyncio.gather(*(each.task for each in streams if each.task), return_exceptions=True)
 
     @contextmanager
     def serving(self, episode: AgentEpisode) -> Iterator[None]:
@@ -129,6 +196,8 @@ class AgentServer:
             yield
         finally:
             self._keys.remove(episode)
+            for stream in [each for each, of in self._streams.items() if of is episode]:
+                stream.abort()
 
     @contextmanager
     def taking(self, key: str, take: Take) -> Iterator[None]:
@@ -195,18 +264,50 @@ class AgentServer:
         """Return an answer of the policy in the format of an API. Raises: ApiError."""
         episode = self._episode(request)
         asked = _read(api, request)
+        if asked.is_streamed:
+            return await self._stream_answer(api, asked, request, episode)
         try:
-            answers = await episode.answers(asked)
+            return json_response(api.reply(asked, await episode.answers(asked)))
         except ContextExceeded as error:
-            excess = api.excess(error)
-            if api.excess_events is None or not asked.body.get("stream"):
-                raise excess from error
-            self._count_refusal(excess, episode)
-            return _stream(api.excess_events(asked, excess))
-        reply = api.reply(asked, answers)
-        return (
-            _stream(api.events(asked, reply)) if asked.body.get("stream") else json_response(reply)
-        )
+            raise api.excess(error) from error
+
+    async def _stream_answer(
+        self, api: Api, asked: PolicyRequest, request: AgentRequest, episode: AgentEpisode
+    ) -> EventStream:
+        """Return a stream once it has an event. Raises: the error of a request without events."""
+        stream = EventStream()
+        listener = StreamListener(api, asked, stream)
+        stream.task = asyncio.create_task(self._fill(listener, request, episode))
+        self._streams[stream] = episode
+        stream.task.add_done_callback(lambda _: self._streams.pop(stream))
+        try:
+            await stream.begun.wait()
+        except asyncio.CancelledError:  # The server is closing.
+            stream.abort()
+            raise
+        if listener.failure is not None:
+            raise listener.failure
+        return stream
+
+    async def _fill(
+        self, listener: "StreamListener", request: AgentRequest, episode: AgentEpisode
+    ) -> None:
+        """Sample the answers to a request into its stream."""
+        try:
+            await listener.sample(episode)
+        except asyncio.CancelledError:
+            if listener.has_begun:
+                listener.fail(ended_error())
+            else:
+                listener.fail_early(ended_error())
+            raise
+        except Exception as error:  # noqa: BLE001 - the stream reports every failure
+            if not listener.has_begun:
+                listener.fail_early(error)
+                return
+            failure = _error_for(request, error, episode)
+            self._count_refusal(failure, episode)
+            listener.fail(failure)
 
     async def _count_tokens(
         self, api: Api, head: dict[str, Any], request: AgentRequest
@@ -294,10 +395,6 @@ def _read(api: Api, request: AgentRequest) -> PolicyRequest:
         return api.read(body)
     except RecursionError as error:
         raise ApiError(400, "invalid_body", "the request body is nested too deeply") from error
-
-
-def _stream(events: list[Event]) -> Response:
-    return Response("".join(map(event_text, events)), media_type=EVENTS)
 
 
 def _is_anthropic(request: AgentRequest) -> bool:

@@ -39,6 +39,7 @@ from actor.api.requests import (
     openai_error,
     read_limit,
     unsupported,
+    whole_stream,
 )
 from actor.formats.renderer import Renderer
 from common.config.actor import ActorSection
@@ -168,13 +169,9 @@ class Chat:
             self.check_access(request)
             body = await read_body(request)
             asked = CHAT_API.read({**body, **dict.fromkeys(("temperature", "seed"))})
-            reply = await self._reply(asked, read_sampling(body, self.actor))
+            return await self._response(asked, read_sampling(body, self.actor))
         except (ApiError, EngineError) as error:
             return _refusal(error)
-        if not body.get("stream"):
-            return web.json_response(reply)
-        text = "".join(map(event_text, CHAT_API.events(asked, reply)))
-        return web.Response(text=text, content_type=EVENTS)
 
     async def models(self, request: web.Request) -> web.Response:
         """List the policy as the only model, or return it by its name."""
@@ -192,7 +189,7 @@ class Chat:
             return web.json_response(model)
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _reply(self, asked: PolicyRequest, sampling: Sampling) -> dict[str, Any]:
+    async def _response(self, asked: PolicyRequest, sampling: Sampling) -> web.Response:
         """Return the response to a request. Raises: ApiError, EngineError."""
         asked = matched(asked)
         check_tools(self.renderer, asked)
@@ -202,13 +199,16 @@ class Chat:
             sampling, max_tokens=self._max_answer_tokens(len(ids), sampling.max_tokens)
         )
         choices = range(asked.num_answers)
-        answers = await asyncio.gather(
+        sampled = await asyncio.gather(
             *(self._answer(asked, sampling, ids, choice) for choice in choices)
         )
-        return {
-            **CHAT_API.reply(asked, [answer for answer, _ in answers]),
-            "model": self.name(max(version for _, version in answers)),
-        }
+        answers = [answer for answer, _ in sampled]
+        name = self.name(max(version for _, version in sampled))
+        asked = replace(asked, body={**asked.body, "model": name})
+        if not asked.is_streamed:
+            return web.json_response(CHAT_API.reply(asked, answers))
+        text = "".join(map(event_text, whole_stream(CHAT_API, asked, answers)))
+        return web.Response(text=text, content_type=EVENTS)
 
     def _max_answer_tokens(self, num_prompt: int, max_tokens: int) -> int:
         """Return the limit of an answer: the request's limit, or the rest of the context.

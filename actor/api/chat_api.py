@@ -1,6 +1,7 @@
 """OpenAI's APIs of chat completions and of completions."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,8 @@ from actor.api.requests import (
     EFFORT,
     LABEL,
     ONE_CALL,
+    AnswerHead,
+    AnswerPart,
     Api,
     ApiError,
     ContextExceeded,
@@ -24,6 +27,7 @@ from actor.api.requests import (
     Message,
     PolicyAnswer,
     PolicyRequest,
+    TokenLogprob,
     arguments_text,
     as_model,
     check_fields,
@@ -31,6 +35,7 @@ from actor.api.requests import (
     invalid,
     log_ignored,
     now,
+    openai_error,
     read_items,
     read_limit,
     read_num_answers,
@@ -178,8 +183,8 @@ def _prompt(prompt: object) -> str | list[int]:
     raise invalid("prompt: must be a text or a list of token ids", "prompt")
 
 
-def _chat_choice(asked: PolicyRequest, answer: PolicyAnswer) -> dict[str, Any]:
-    """Return an answer of the policy as a choice of a chat completion."""
+def _chat_calls(asked: PolicyRequest, answer: PolicyAnswer) -> list[dict[str, Any]]:
+    """Return the calls of an answer as those of a chat completion."""
     freeform = freeform_names(asked)
     calls: list[dict[str, Any]] = []
     for number, name, arguments in answer.named_calls("call"):
@@ -189,27 +194,44 @@ def _chat_choice(asked: PolicyRequest, answer: PolicyAnswer) -> dict[str, Any]:
         else:
             shown = {"name": name, "arguments": arguments_text(arguments)}
             calls.append({"id": number, "type": "function", "function": shown})
+    return calls
+
+
+def _chat_entries(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """Return the report of a chat completion on tokens."""
+    return {"content": [token.entry() for token in logprobs], "refusal": None}
+
+
+def _completion_entries(logprobs: Sequence[TokenLogprob], *, start: int = 0) -> dict[str, Any]:
+    """Return the report of a completion on tokens.
+
+    Args:
+        start: number of characters of the tokens before them.
+    """
+    lengths = [len(token.text) for token in logprobs]
+    return {
+        "tokens": [token.text for token in logprobs],
+        "token_logprobs": [token.logprob for token in logprobs],
+        "top_logprobs": None,
+        "text_offset": [start + sum(lengths[:number]) for number in range(len(lengths))],
+    }
+
+
+def _chat_choice(asked: PolicyRequest, answer: PolicyAnswer) -> dict[str, Any]:
+    """Return an answer of the policy as a choice of a chat completion."""
+    calls = _chat_calls(asked, answer)
     message: dict[str, Any] = {"role": "assistant", "content": answer.text}
     if answer.thoughts:
         message[FIELDS[0]] = answer.thoughts
     if calls:
         message |= {"content": answer.text or None, "tool_calls": calls}
-    entries = [token.entry() for token in answer.logprobs]
-    logprobs = {"content": entries, "refusal": None} if asked.has_logprobs else None
+    logprobs = _chat_entries(answer.logprobs) if asked.has_logprobs else None
     return {"message": message, "logprobs": logprobs}
 
 
 def _completion_choice(asked: PolicyRequest, answer: PolicyAnswer) -> dict[str, Any]:
     """Return an answer of the policy as a choice of a completion."""
-    logprobs = None
-    if asked.has_logprobs:
-        lengths = [len(token.text) for token in answer.logprobs]
-        logprobs = {
-            "tokens": [token.text for token in answer.logprobs],
-            "token_logprobs": [token.logprob for token in answer.logprobs],
-            "top_logprobs": None,
-            "text_offset": [sum(lengths[:number]) for number in range(len(lengths))],
-        }
+    logprobs = _completion_entries(answer.logprobs) if asked.has_logprobs else None
     return {"text": answer.text, "logprobs": logprobs}
 
 
@@ -238,57 +260,126 @@ def _reply(
         {"index": index, **choice, "finish_reason": reason}
         for index, (choice, reason) in enumerate(zip(choices, ended, strict=True))
     ]
+    name = f"{prefix}-{answers[0].number}"
+    head = {"id": name, "object": kind, "created": now(), "model": as_model(asked)}
+    return {**head, "choices": numbered, "usage": _usage(answers)}
+
+
+def _usage(answers: Sequence[PolicyAnswer]) -> dict[str, int]:
+    """Return the numbers of tokens of answers to one prompt."""
     num_prompt = answers[0].num_prompt
     num_sampled = sum(answer.num_sampled for answer in answers)
-    usage = {
+    return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_sampled,
         "total_tokens": num_prompt + num_sampled,
     }
-    name = f"{prefix}-{answers[0].number}"
-    head = {"id": name, "object": kind, "created": now(), "model": as_model(asked)}
-    return {**head, "choices": numbered, "usage": usage}
 
 
-def _chat_events(asked: PolicyRequest, reply: dict[str, Any]) -> list[Event]:
-    """Return a chat completion as the events of a stream."""
-    parts = [part for choice in reply["choices"] for part in _deltas(choice)]
-    return _chunks(asked, {**reply, "object": "chat.completion.chunk"}, parts)
+@dataclass(slots=True)
+class _SentPart:
+    """The part of a choice that was sent."""
+
+    num_text: int = 0
+    num_thoughts: int = 0
+    num_entries: int = 0
+    num_chars: int = 0  # Characters of the tokens in the entries.
 
 
-def _deltas(choice: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the parts of a stream that together are one choice."""
-    message = choice["message"]
-    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-    if message.get(FIELDS[0]):
-        deltas.append({FIELDS[0]: message[FIELDS[0]]})
-    if message["content"]:
-        deltas.append({"content": message["content"]})
-    for number, call in enumerate(message.get("tool_calls", [])):
-        deltas.append({"tool_calls": [{"index": number, **call}]})
-    index = choice["index"]
-    parts: list[dict[str, Any]] = []
-    for delta in deltas:
-        parts.append({"index": index, "delta": delta, "finish_reason": None})
-    parts[-1]["logprobs"] = choice["logprobs"]
-    return [*parts, {"index": index, "delta": {}, "finish_reason": choice["finish_reason"]}]
+class _ChunkWriter:
+    """Writes the stream that both APIs share: each event has a part of one choice."""
+
+    def __init__(self, asked: PolicyRequest, heads: Sequence[AnswerHead]) -> None:
+        self._asked = asked
+        kind, prefix = self._kind
+        name = f"{prefix}-{heads[0].number}"
+        self._head = {"id": name, "object": kind, "created": now(), "model": as_model(asked)}
+        self._sent = [_SentPart() for _ in heads]
+
+    _kind = ("text_completion", "cmpl")
+
+    def begin(self) -> list[Event]:
+        return []
+
+    def add(self, index: int, part: AnswerPart) -> list[Event]:
+        choices = self._parts(index, part)
+        if choices and self._asked.has_logprobs:
+            choices[-1]["logprobs"] = self._entries(self._sent[index], part.logprobs)
+        sent = self._sent[index]
+        sent.num_text += len(part.text)
+        sent.num_thoughts += len(part.thoughts)
+        sent.num_entries += len(part.logprobs)
+        sent.num_chars += sum(len(token.text) for token in part.logprobs)
+        return [self._chunk(index, choice) for choice in choices]
+
+    def end(self, answers: Sequence[PolicyAnswer]) -> list[Event]:
+        events = [
+            event for index, answer in enumerate(answers) for event in self._ended(index, answer)
+        ]
+        options = self._asked.body.get("stream_options")
+        if isinstance(options, dict) and options.get("include_usage"):
+            events.append(("", {**self._head, "choices": [], "usage": _usage(answers)}))
+        return [*events, ("", {})]  # The last event is [DONE].
+
+    def fail(self, error: ApiError) -> list[Event]:
+        return [("", openai_error(error))]
+
+    def _parts(self, index: int, part: AnswerPart) -> list[dict[str, Any]]:
+        """Return a part of a choice in the form of the API."""
+        return [{"text": part.text}] if part else []
+
+    def _entries(self, sent: _SentPart, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Return the report on further tokens."""
+        return _completion_entries(logprobs, start=sent.num_chars)
+
+    def _ended(self, index: int, answer: PolicyAnswer) -> list[Event]:
+        """Return the events of the rest and of the end of a choice."""
+        events = self.add(index, self._rest(index, answer))
+        ended = {"text": "", "finish_reason": answer.reason(calls="", stop="stop", length="length")}
+        return [*events, self._chunk(index, ended)]
+
+    def _rest(self, index: int, answer: PolicyAnswer) -> AnswerPart:
+        """Return the part of an answer that was not sent."""
+        sent = self._sent[index]
+        return AnswerPart(
+            text=answer.text[sent.num_text :],
+            thoughts=answer.thoughts[sent.num_thoughts :],
+            logprobs=answer.logprobs[sent.num_entries :],
+        )
+
+    def _chunk(self, index: int, choice: dict[str, Any]) -> Event:
+        """Return the event of a part of a choice."""
+        whole = {"index": index, "logprobs": None, "finish_reason": None, **choice}
+        return "", {**self._head, "choices": [whole], "usage": None}
 
 
-def _completion_events(asked: PolicyRequest, reply: dict[str, Any]) -> list[Event]:
-    """Return a completion as the events of a stream."""
-    return _chunks(asked, reply, reply["choices"])
+class _ChatWriter(_ChunkWriter):
+    """Writes the stream of a chat completion."""
 
+    _kind = ("chat.completion.chunk", "chatcmpl")
 
-def _chunks(
-    asked: PolicyRequest, reply: dict[str, Any], parts: list[dict[str, Any]]
-) -> list[Event]:
-    """Return a response as the events of a stream, one event for each part of a choice."""
-    choices = [[{"index": 0, "logprobs": None, **part}] for part in parts]
-    events: list[Event] = [("", {**reply, "choices": each, "usage": None}) for each in choices]
-    options = asked.body.get("stream_options")
-    if isinstance(options, dict) and options.get("include_usage"):
-        events.append(("", {**reply, "choices": []}))
-    return [*events, ("", {})]  # The last event is [DONE].
+    def begin(self) -> list[Event]:
+        delta = {"role": "assistant", "content": ""}
+        return [self._chunk(index, {"delta": delta}) for index in range(len(self._sent))]
+
+    def _parts(self, index: int, part: AnswerPart) -> list[dict[str, Any]]:
+        deltas: list[dict[str, Any]] = []
+        if part.thoughts:
+            deltas.append({FIELDS[0]: part.thoughts})
+        if part.text or (part.logprobs and not deltas):
+            deltas.append({"content": part.text})
+        return [{"delta": delta} for delta in deltas]
+
+    def _entries(self, sent: _SentPart, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        return _chat_entries(logprobs)
+
+    def _ended(self, index: int, answer: PolicyAnswer) -> list[Event]:
+        events = self.add(index, self._rest(index, answer))
+        for number, call in enumerate(_chat_calls(self._asked, answer)):
+            delta = {"tool_calls": [{"index": number, **call}]}
+            events.append(self._chunk(index, {"delta": delta}))
+        reason = answer.reason(calls="tool_calls", stop="stop", length="length")
+        return [*events, self._chunk(index, {"delta": {}, "finish_reason": reason})]
 
 
 def _excess(error: ContextExceeded, *, shown: str, answer: str, remedy: str) -> ApiError:
@@ -305,7 +396,7 @@ def _excess(error: ContextExceeded, *, shown: str, answer: str, remedy: str) -> 
 CHAT_API = Api(
     read=_read_chat,
     reply=_reply_chat,
-    events=_chat_events,
+    writer=_ChatWriter,
     excess=partial(
         _excess,
         shown="the messages",
@@ -316,7 +407,7 @@ CHAT_API = Api(
 COMPLETION_API = Api(
     read=_read_completion,
     reply=_reply_completion,
-    events=_completion_events,
+    writer=_ChunkWriter,
     excess=partial(
         _excess,
         shown="your prompt",

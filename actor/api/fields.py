@@ -27,7 +27,7 @@ TOOL_LABELS = {
     "strict": "the policy's calls are not limited to the schema",
     "format": "the policy's input of a tool is not limited to a grammar",
     "defer_loading": "all tools are shown at once",
-    "eager_input_streaming": "a stream begins when the answer is complete",
+    "eager_input_streaming": "a stream sends a call when the answer is complete",
 }
 TOOL_REFUSED: dict[str, tuple[Any, ...]] = {
     "allowed_callers": (["direct"],),

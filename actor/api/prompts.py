@@ -158,12 +158,11 @@ def read_turn(
     Thoughts are no part of the text. To a bare prompt no template adds the start of thoughts, so
     that all text is the answer.
     """
-    plain = renderer.plain_text(ids)
-    plain = plain if stop is None else plain.partition(stop)[0]
     if asked.prompt is not None:
-        return plain.strip(), []
+        plain = renderer.plain_text(ids)
+        return (plain if stop is None else plain.partition(stop)[0]).strip(), []
     if stop is not None:
-        return renderer.thoughts.text(plain).strip(), []
+        return renderer.action_text(ids).partition(stop)[0].strip(), []
     if asked.tools:
         return renderer.read_answer(ids, asked.tools)
     return renderer.action_text(ids), []

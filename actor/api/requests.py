@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 from common.text import valid_text
 
@@ -93,6 +93,11 @@ class PolicyRequest:
     has_logprobs: bool = False  # The response reports the logprobs of sampled tokens.
     body: dict[str, Any] = field(default_factory=dict)  # The original request.
 
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the response is a stream of events."""
+        return bool(self.body.get("stream"))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
@@ -150,18 +155,64 @@ class PolicyAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerHead:
+    """The fields of an answer that exist before its first token."""
+
+    number: str  # As in `PolicyAnswer`.
+    num_prompt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerPart:
+    """A further part of an answer in progress."""
+
+    text: str = ""
+    thoughts: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])  # As in the answer.
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.thoughts or self.logprobs)
+
+
+class EventWriter(Protocol):
+    """Writes the answers to one request as the events of a stream."""
+
+    def begin(self) -> list[Event]:
+        """Return the events before the first part."""
+        ...
+
+    def add(self, index: int, part: AnswerPart) -> list[Event]:
+        """Return the events of a further part of an answer."""
+        ...
+
+    def end(self, answers: Sequence[PolicyAnswer]) -> list[Event]:
+        """Return the events of all that no part has, such as calls, and of the end."""
+        ...
+
+    def fail(self, error: ApiError) -> list[Event]:
+        """Return the events of an answer that fails after its begin."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Api:
     """One of the APIs that agents can use."""
 
     read: Callable[[dict[str, Any]], PolicyRequest]  # Raises: ApiError
     # (request, its answers) -> the response; only OpenAI's chat and completions have several
     reply: Callable[[PolicyRequest, Sequence[PolicyAnswer]], dict[str, Any]]
-    events: Callable[
-        [PolicyRequest, dict[str, Any]], list[Event]
-    ]  # The reply as events of a stream.
+    # (request, its answers' heads) -> the writer of their stream
+    writer: Callable[[PolicyRequest, Sequence[AnswerHead]], EventWriter]
     excess: Callable[[ContextExceeded], ApiError]  # The error in the words of the API.
-    # (request, error) -> the events of a stream that reports it; None: the API answers with 400
-    excess_events: Callable[[PolicyRequest, ApiError], list[Event]] | None = None
+    # A stream reports a prompt that is too long as an event; False: by the status 400.
+    streams_excess: bool = False
+
+
+def whole_stream(api: Api, asked: PolicyRequest, answers: Sequence[PolicyAnswer]) -> list[Event]:
+    """Return complete answers as the events of a stream."""
+    heads = [AnswerHead(number=each.number, num_prompt=each.num_prompt) for each in answers]
+    writer = api.writer(asked, heads)
+    return [*writer.begin(), *writer.end(answers)]
 
 
 def event_text(event: Event) -> str:

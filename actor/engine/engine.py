@@ -4,8 +4,9 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from copy import copy
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +30,7 @@ from actor.engine.routing import is_recorded_by_vllm, narrowed
 from actor.engine.start import is_eager, shut_down_llm, start_llm
 from actor.engine.startup_history import StartupHistory
 from actor.engine.whole_turns import turn_params
-from actor.rollout.episode import Turn
+from actor.rollout.episode import OnTokens, Turn
 from actor.weights.stage import Staged, failure_of
 from common.config.actor import ActorSection, AtUpdate
 from common.config.learner import FULL, LoraSection
@@ -239,8 +240,9 @@ class Engine:
         salt: str,
         seed: int | None = None,
         temperature: float | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Turn:
-        """Sample one turn.
+        """Sample one turn. A cancelled call aborts the request.
 
         Args:
             prompt_ids: [num_prompt] the whole conversation so far.
@@ -250,6 +252,8 @@ class Engine:
             seed: seed of the request's own random generator, below 2**63. None: the engine's
                 generator.
             temperature: None: `actor.temperature`.
+            on_tokens: receives the tokens of the turn as they are sampled, without the last ones.
+                Its errors abort the request. None: the engine sends the whole turn at once.
 
         Raises: EngineError: the engine died, or exceeded `actor.turn_timeout_s`.
         """
@@ -260,15 +264,50 @@ class Engine:
             async with self._bounded("a turn", self._cfg.turn_timeout_s):
                 await self._is_whole.wait()
                 sampling = self._sampling_params(max_tokens, seed, temperature=temperature)
+                if on_tokens is not None:
+                    sampling.output_kind = RequestOutputKind.DELTA
                 # All outputs are taken: a generator that is left before its end aborts the request.
                 answers = self._llm.generate(
                     prompt, sampling, request_id, lora_request=self.adapter
                 )
+                if on_tokens is not None:
+                    async with aclosing(answers):
+                        turn = await self._streamed(answers, on_tokens)
+                    experts = await self._experts_of(request_id)
+                    return turn if experts is None else replace(turn, experts=narrowed(experts))
                 for output in [each async for each in answers if each.finished]:
                     return self._turn(output, await self._experts_of(request_id))
         finally:
             self.num_running -= 1
         raise EngineError(f"request {request_id} ended without an output")
+
+    async def _streamed(self, answers: AsyncIterator[Any], on_tokens: OnTokens) -> Turn:
+        """Return a turn whose tokens arrive in parts.
+
+        Each part has the engine's version: older tokens have arrived before the engine loads a
+        newer one.
+        """
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        versions: list[int] = []
+        last: Any = None
+        async for output in answers:
+            last = output
+            sample = output.outputs[0]
+            new = list(sample.token_ids)
+            if not new:
+                continue
+            part = Turn(new, list(sample.logprobs.logprobs), [self.version] * len(new))
+            assert len(part.logprobs) == len(new), "vLLM reports a logprob for each token"
+            self.num_sampled_tokens += len(new)
+            token_ids += part.token_ids
+            logprobs += part.logprobs
+            versions += part.versions
+            if not output.finished:
+                on_tokens(part)
+        if last is None or not last.finished:
+            raise EngineError("a streamed request ended without its last output")
+        return self._whole(last, token_ids, logprobs, versions)
 
     async def generate_together(
         self, prompts: dict[str, list[int]], *, max_tokens: int, salt: str, seeds: dict[str, int]
@@ -318,19 +357,27 @@ class Engine:
         token_ids = list(sample.token_ids)
         logprobs = sample.logprobs.logprobs  # One for each token, because of `logprobs=0`.
         assert len(logprobs) == len(token_ids), "vLLM reports a logprob for each token"
+        self.num_sampled_tokens += len(token_ids)
         versions = [self.version] * len(token_ids)
+        turn = self._whole(output, token_ids, logprobs, versions)
+        return turn if experts is None else replace(turn, experts=narrowed(experts))
+
+    def _whole(
+        self, last: Any, token_ids: list[int], logprobs: list[float], versions: list[int]
+    ) -> Turn:
+        """Return a complete turn with the versions and the experts of vLLM's last output."""
+        sample = last.outputs[0]
         for span in sample.weight_versions or []:
             if span.version.isdigit():
                 versions[span.start : span.end] = [int(span.version)] * (span.end - span.start)
-        self.num_sampled_tokens += len(token_ids)
         return Turn(
             token_ids,
             logprobs,
             versions,
             is_stopped=sample.finish_reason == "stop",
-            num_prompt=len(output.prompt_token_ids),
-            num_cached=output.num_cached_tokens or 0,
-            experts=narrowed(sample.routed_experts if experts is None else experts),
+            num_prompt=len(last.prompt_token_ids),
+            num_cached=last.num_cached_tokens or 0,
+            experts=narrowed(sample.routed_experts),
         )
 
     async def stage(

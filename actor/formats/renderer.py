@@ -9,17 +9,19 @@ the context together with the sampled answer.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, cast
 
+import regex
 from jinja2 import TemplateError
 
 from actor.formats.call_turn import PROBE, CallNames, CallTurn, as_text, measure_call
 from actor.formats.control_tokens import ControlTokens, special_tokens
-from actor.formats.sampled import SampledText, without_marks
-from actor.formats.thoughts import FIELDS, measure_thoughts
+from actor.formats.sampled import GrowingText, SampledText, begin_of_marked, without_marks
+from actor.formats.thoughts import FIELDS, len_of_begun, measure_thoughts
 from actor.rollout.context import least_prompt
 from actor.rollout.folding import least_of_branches
 from common.config.actor import ActorSection
@@ -128,6 +130,50 @@ class Renderer:
                 " of a turn (eos_token_id in generation_config.json)"
             )
         return ends
+
+    @cached_property
+    def of_streams(self) -> "Renderer":
+        """The renderer of answers whose text is sent before the answer is complete.
+
+        It differs by answers with an end of thoughts without a beginning: the text before it stays
+        text.
+        """
+        renderer = copy(self)
+        renderer.thoughts = replace(self.thoughts, keeps_lead=True)
+        return renderer
+
+    def growing(self) -> GrowingText:
+        """Return the marked text of a sampled answer that arrives in parts."""
+        return self._sampled.growing()
+
+    def settled(self, answer: str, *, tools: bool) -> tuple[str, str]:
+        """Return the text and the thoughts that any answer with this begin has at their begin.
+
+        The spaces at their ends are left out, because an answer's own ends have none.
+
+        Args:
+            answer: begin of a sampled answer, as `growing` returns it, without the end of the turn.
+            tools: the answer may have calls. The text before them is settled, and nothing else.
+        """
+        form = self.thoughts
+        lead = self._sampled.marked(list(self.turn_end.lead))
+        num = len(answer) - len_of_begun(answer, [f"{lead}{SHOWN_MARK}"] if lead else [])
+        marked = answer[: min(num, form.num_settled(answer))]
+        thoughts = form.thoughts(marked)
+        if tools and form.between:
+            return "", thoughts
+        if not tools or isinstance(self.calls, str):
+            return form.text(marked).strip(), thoughts
+        beside = "".join(marked[a:b] for a, b in form.spans(marked))
+        begin = self._call_begin.search(without_marks(beside), partial=True)
+        num_chars = len(beside) if begin is None else begin.start()
+        return form.shown(begin_of_marked(beside, num_chars)).strip(), thoughts
+
+    @cached_property
+    def _call_begin(self) -> "regex.Pattern[str]":
+        """The begin of a call. Only the package `regex` finds the begin of a match."""
+        assert isinstance(self.calls, CallForm)
+        return regex.compile(self.calls.begin.pattern)
 
     @cached_property
     def call_turn(self) -> CallTurn | str:

@@ -6,7 +6,7 @@ A special token's name stands between two marks that no decoded text contains.
 import itertools
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from actor.formats.control_tokens import special_tokens
 _OPEN = "\udc02"
 _CLOSE = "\udc03"
 _SPECIAL = re.compile(f"{_OPEN}[^{_CLOSE}]*{_CLOSE}")
+INCOMPLETE = "\ufffd"  # A decoder writes it for a part of a character.
 _NO_MARKS = str.maketrans({_OPEN: None, _CLOSE: None})
 
 
@@ -46,6 +47,10 @@ class SampledText:
     def encoded(self, text: str) -> str:
         """Return a text of the chat template as `marked` returns its tokens."""
         return self.marked(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def growing(self) -> "GrowingText":
+        """Return the text of tokens that arrive in parts, without tokens."""
+        return GrowingText(self._tokenizer, self._added, self._named)
 
     def num_tokens(self, token_ids: Sequence[int], num_chars: int) -> int:
         """Return the number of tokens that contain the first characters of `marked`."""
@@ -95,6 +100,47 @@ class SampledText:
         return f"{_OPEN}{name}{_CLOSE}" if token_id in self._special else name
 
 
+class GrowingText:
+    """The text of tokens that arrive in parts, as `SampledText.marked` returns it for all of them.
+
+    Characters whose last bytes have not arrived are not in the text yet. Only the latest tokens are
+    decoded again: the tokens before them determine no more than their first character.
+    """
+
+    def __init__(
+        self, tokenizer: Any, added: Mapping[int, str], named: Callable[[int], str]
+    ) -> None:
+        """`SampledText.growing` creates it."""
+        self.text = ""
+        self._tokenizer = tokenizer
+        self._added = added
+        self._named = named
+        self._run: list[int] = []  # The latest ordinary tokens.
+        self._num_read = 0  # The first of them, whose characters are in the text.
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Append tokens."""
+        for is_added, group in itertools.groupby(token_ids, self._added.__contains__):
+            if is_added:
+                self._read(is_end=True)
+                self._run.clear()
+                self._num_read = 0
+                self.text += "".join(map(self._named, group))
+            else:
+                self._run += group
+                self._read(is_end=False)
+
+    def _read(self, *, is_end: bool) -> None:
+        """Append the characters of the tokens that were not read yet."""
+        known = self._tokenizer.decode(self._run[: self._num_read])
+        text = self._tokenizer.decode(self._run)
+        if len(text) <= len(known) or (text.endswith(INCOMPLETE) and not is_end):
+            return
+        self.text += text[len(known) :]
+        del self._run[: self._num_read]
+        self._num_read = len(self._run)
+
+
 def without_special(text: str) -> str:
     """Return marked text without its special tokens."""
     return _SPECIAL.sub("", text)
@@ -103,6 +149,12 @@ def without_special(text: str) -> str:
 def without_marks(text: str) -> str:
     """Return marked text with the names of its special tokens as letters."""
     return text.translate(_NO_MARKS)
+
+
+def begin_of_marked(text: str, num_chars: int) -> str:
+    """Return the begin of marked text that has this many characters beside the marks."""
+    places = (at for at, char in enumerate(text) if char not in (_OPEN, _CLOSE))
+    return text[: next(itertools.islice(places, num_chars, None), len(text))].removesuffix(_OPEN)
 
 
 def special_in(text: str) -> list[str]:

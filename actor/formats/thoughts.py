@@ -7,7 +7,8 @@ messages   <|channel|>analysis<|message|> thoughts <|end|><|start|>assistant
            <|channel|>final<|message|> answer
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from jinja2 import TemplateError
@@ -37,12 +38,14 @@ class ThoughtForm:
     head_end: str = ""  # Last special token of a message's head.
     asked: str = ""  # End of the generation prompt: the answer continues it.
     field: str = ""  # Field of a message whose thoughts the template shows; "": it shows none.
+    # Text before an end of thoughts without a beginning stays text. A stream has already sent it.
+    keeps_lead: bool = False
 
     def spans(self, answer: str) -> list[Span]:
         """Return start and end of each part of a marked answer that is no thought.
 
         Thoughts without an end last until the end of the answer. An end without a beginning means
-        that all text before it is thoughts.
+        that all text before it is thoughts, unless `keeps_lead`.
         """
         text = self.asked + answer
         start = len(self.asked)
@@ -72,10 +75,33 @@ class ThoughtForm:
         return without_special(thoughts).strip()
 
     @property
+    def marks(self) -> list[str]:
+        """The marks of thoughts and of messages."""
+        marks = [self.between, self.opens, self.head_end]
+        return [each for each in (*marks, *itertools.chain(*self.blocks)) if each]
+
+    @property
     def special(self) -> list[str]:
         """Special tokens in the marks of thoughts. Such a token ends no turn."""
         marks = [self.between, self.opens, *(each for pair in self.blocks for each in pair)]
         return [name for each in marks for name in special_in(each)]
+
+    def num_settled(self, answer: str) -> int:
+        """Return the length of the begin of a marked answer that no later text makes a thought.
+
+        Of several messages, the last one is not settled before the end of its head.
+        """
+        end = len(answer) - len_of_begun(answer, self.marks)
+        for mark in self.marks:  # The end of a whole mark may begin another one.
+            at = answer.rfind(mark, 0, end + len(mark) - 1)
+            end = at if 0 <= at < end < at + len(mark) else end
+        if not self.between:
+            return end
+        start = answer.rfind(self.between, 0, end) + 1
+        start += len(self.between) - 1 if start else 0
+        head = answer[start:end].lstrip()
+        is_open = head.startswith(self.opens) or self.head_end in head
+        return end if is_open else start
 
     def described(self) -> str:
         """Return the form of thoughts as text."""
@@ -100,7 +126,11 @@ class ThoughtForm:
         """Return the spans of a text outside of all kinds of blocks."""
         spans = [(start, end)]
         for opens, closes in self.blocks:
-            spans = [each for a, b in spans for each in _outside(text, a, b, opens, closes)]
+            spans = [
+                each
+                for a, b in spans
+                for each in _outside(text, a, b, opens, closes, keeps_lead=self.keeps_lead)
+            ]
         return spans
 
     def _body(self, message: str) -> str:
@@ -111,7 +141,9 @@ class ThoughtForm:
         return body if has_head else message
 
 
-def _outside(text: str, start: int, end: int, opens: str, closes: str) -> list[Span]:
+def _outside(
+    text: str, start: int, end: int, opens: str, closes: str, *, keeps_lead: bool
+) -> list[Span]:
     """Return the parts of text[start:end] outside of blocks.
 
     Behind a block, another end of thoughts is a part of the answer.
@@ -123,7 +155,7 @@ def _outside(text: str, start: int, end: int, opens: str, closes: str) -> list[S
         first = text.find(opens, at, end)
         stop = text.find(closes, at, end)
         if stop >= 0 and (first < 0 or stop < first):  # The block's beginning is missing.
-            spans = [*spans, (at, stop)] if has_block else []
+            spans = [*spans, (at, stop)] if has_block or keeps_lead else []
             has_block = True
             at = stop + len(closes)
             continue
@@ -218,6 +250,19 @@ def _text_of(render: RenderTurns, messages: list[Message]) -> str:
         return render(messages, False).partition(USER)[2]
     except (TemplateError, TypeError):
         return ""
+
+
+def len_of_begun(text: str, marks: Iterable[str]) -> int:
+    """Return the length of the longest end of a text that begins one of the marks."""
+    return max(
+        (
+            num
+            for mark in marks
+            for num in range(1, min(len(mark), len(text) + 1))
+            if text.endswith(mark[:num])
+        ),
+        default=0,
+    )
 
 
 def _distinct(pairs: Sequence[Sequence[str]]) -> list[tuple[str, str]]:

@@ -65,6 +65,18 @@ WHOLE = AgentOptions()
 # (token ids of the conversation, session) -> the next turn
 Act = Callable[[list[int], EnvSession], Awaitable[Turn]]
 OpenSession = Callable[[], Awaitable[EnvSession]]
+OnTokens = Callable[[Turn], None]  # Receives further tokens of a turn in progress.
+
+
+class StreamingAct(Protocol):
+    """Samples a turn as `Act` does, and may report its tokens as they are sampled.
+
+    An error of `on_tokens` ends the turn, and propagates. The last tokens are not reported.
+    """
+
+    def __call__(
+        self, ids: list[int], session: EnvSession, /, on_tokens: OnTokens | None = None
+    ) -> Awaitable[Turn]: ...
 
 
 @dataclass(slots=True)
@@ -107,14 +119,18 @@ class EpisodeState:
         """
         asked = time.monotonic()
         taken = await act(ids, session)
-        took_s = time.monotonic() - asked + taken.earlier_s
+        self.count(taken, time.monotonic() - asked)
+        return taken
+
+    def count(self, taken: Turn, took_s: float) -> None:
+        """Record the cost of a sampled turn, whose call took these seconds."""
+        took_s += taken.earlier_s
         self.earlier_s += taken.earlier_s
         self.generate_s += took_s
         self.turn_s += took_s - taken.waited_s
         self.num_sampled += len(taken.token_ids)
         self.num_prompt_tokens += taken.num_prompt
         self.num_cached_tokens += taken.num_cached
-        return taken
 
     def begin(self, session: EnvSession) -> None:
         """Record the environment's first state and its score."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -10,7 +11,20 @@ from actor.agents.agents import Agents
 from actor.delivery import Delivery
 from actor.engine.concurrency import Concurrency, EngineLoad
 from actor.formats.renderer import Renderer
+<<<<<<< HEAD
 from actor.rollout.episode import WHOLE, Act, EpisodeState, Render, Turn, part_so_far, run_episode
+=======
+from actor.rollout.episode import (
+    WHOLE,
+    Act,
+    EnvSession,
+    OnTokens,
+    Render,
+    StreamingAct,
+    Turn,
+    run_episode,
+)
+>>>>>>> a6c1f80f (The agents' endpoint streams as the policy samples; left streams are aborted, their tokens trained)
 from actor.rollout.hubs import Hubs
 from actor.rollout.lockstep import Rounds
 from actor.rollout.recording import CannotContinue, Recording, Recordings
@@ -351,7 +365,11 @@ class EpisodePool:
         )
         if self._agents is not None and lease.policy is PolicyKind.MODEL:
             return await self._agents.play(
-                lease, open_session=open_session, act=act, task=task, may_repeat=may_repeat
+                lease,
+                open_session=open_session,
+                act=self._model_act(lease),
+                task=task,
+                may_repeat=may_repeat,
             )
         if recording is not None:
             open_session, act = recording.replay(open_session, act)
@@ -398,11 +416,23 @@ class EpisodePool:
             policy = ScriptedPolicy(lease.policy, seed=lease.episode_id, render=scripted)
             return policy.act, scripted
         render = self._renderer.of(lease.env, self._environments.tools(lease.env))
-        seeds = SamplingSeeds(lease, num_requests=num_turns)
-        return (lambda ids, _: self._act(lease, ids, seed=seeds.next())), render
+        return self._model_act(lease, num_turns=num_turns), render
 
-    async def _act(self, lease: Lease, ids: list[int], *, seed: int) -> Turn:
-        """Sample one turn of an episode, in a round or by itself."""
+    def _model_act(self, lease: Lease, *, num_turns: int = 0) -> StreamingAct:
+        """Return the function that samples the turns of an episode; see `_policy`."""
+        seeds = SamplingSeeds(lease, num_requests=num_turns)
+
+        def act(
+            ids: list[int], _: EnvSession, /, on_tokens: OnTokens | None = None
+        ) -> Awaitable[Turn]:
+            return self._act(lease, ids, seed=seeds.next(), on_tokens=on_tokens)
+
+        return act
+
+    async def _act(
+        self, lease: Lease, ids: list[int], *, seed: int, on_tokens: OnTokens | None
+    ) -> Turn:
+        """Sample one turn of an episode, in a round or by itself. A round reports no tokens."""
         if self._rounds is not None:
             return await self._rounds.act(lease.episode_id, ids, seed=seed)
         self._num_requests += 1
@@ -413,6 +443,7 @@ class EpisodePool:
             max_tokens=self._cfg.max_turn_tokens,
             salt=self._salt(lease.episode_id),
             seed=seed,
+            on_tokens=on_tokens,
         )
         waited_s = self._engine.frozen_s - frozen_s
         return replace(taken, waited_s=waited_s) if waited_s else taken

@@ -12,7 +12,7 @@ import aiohttp
 from actor.formats.thoughts import ThoughtForm
 from actor.policy import PolicySection
 from actor.rollout.env_client import BearerClient, retry_after_s
-from actor.rollout.episode import ContextFull, EnvSession, PolicyFailed, Turn
+from actor.rollout.episode import ContextFull, EnvSession, OnTokens, PolicyFailed, Turn
 from common.errors import ConfigError
 from common.http.proxies import ProxyFailed, route_note
 from common.text import counted, valid_text
@@ -209,8 +209,13 @@ class TextEpisode:
     def action_text(self, token_ids: list[int]) -> str:
         return ThoughtForm().text(bytes(token_ids).decode(errors="replace")).strip()
 
-    async def act(self, _: list[int], session: EnvSession) -> Turn:
-        """Request the next message. Raises: ContextFull, PolicyFailed, ConfigError."""
+    async def act(
+        self, _: list[int], session: EnvSession, /, on_tokens: OnTokens | None = None
+    ) -> Turn:
+        """Request the next message, which arrives as a whole.
+
+        Raises: ContextFull, PolicyFailed, ConfigError.
+        """
         reply = await self._endpoint.complete(self._messages)
         self._messages.append({"role": "assistant", "content": reply.text})
         # Bytes in place of tokens. Their log-probabilities are unknown and set to 0.

@@ -14,7 +14,7 @@ from typing import Any
 
 from actor.policy import PolicySection
 from actor.rollout.env_client import HubClient
-from actor.rollout.episode import Act, Render
+from actor.rollout.episode import Render, StreamingAct
 from actor.seats.endpoint import NO_LIMIT, Endpoint, TextEpisode
 from actor.seats.seats import Seats
 from common.config.actor import ENDPOINT, RANDOM, ActorSection, ContextKind
@@ -457,7 +457,7 @@ async def _play_at_endpoint(job: PlayJob, cfg: PolicySection, actor: ActorSectio
     seats = Seats(actor)
     async with Endpoint(cfg) as endpoint:
 
-        def policy(_: PlannedEpisode) -> tuple[Act, Render]:
+        def policy(_: PlannedEpisode) -> tuple[StreamingAct, Render]:
             episode = TextEpisode(endpoint)
             return episode.act, episode
 

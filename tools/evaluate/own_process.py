@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from actor.agents.agents import agents_of
 from actor.formats.renderer import Renderer
 from actor.formats.tools import load_renderer
-from actor.rollout.episode import Act, EnvSession, Render, Turn
+from actor.rollout.episode import EnvSession, OnTokens, Render, StreamingAct, Turn
 from actor.seats.seats import Seats
 from actor.seeds import SamplingSeeds
 from common.config.actor import ActorSection
@@ -137,17 +137,18 @@ def player_of(engine: "Engine", renderer: Renderer, actor: ActorSection) -> Epis
     """Return a player that samples from an engine in the built-in loop."""
     numbers = count(1)
 
-    def policy(plan: PlannedEpisode) -> tuple[Act, Render]:
+    def policy(plan: PlannedEpisode) -> tuple[StreamingAct, Render]:
         """Return the function that samples the turns of an episode, and the renderer."""
         seeds = SamplingSeeds(lease_of(plan, attempt=0, deadline_s=0.0))
 
-        async def act(ids: list[int], _: EnvSession) -> Turn:
+        async def act(ids: list[int], _: EnvSession, /, on_tokens: OnTokens | None = None) -> Turn:
             return await engine.generate(
                 list(ids),
                 request_id=f"{plan.episode_id}:{next(numbers)}",
                 max_tokens=actor.max_turn_tokens,
                 salt="play",
                 seed=seeds.next(),
+                on_tokens=on_tokens,
             )
 
         return act, renderer

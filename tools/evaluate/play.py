@@ -14,7 +14,7 @@ from actor.agents.agents import Agents
 from actor.delivery import deliverable
 from actor.formats.tools import rendering
 from actor.rollout.env_client import Environments, HubClient
-from actor.rollout.episode import WHOLE, Act, OpenSession, Render, run_episode
+from actor.rollout.episode import WHOLE, OpenSession, Render, StreamingAct, run_episode
 from actor.seats.seats import Seats
 from common.config.actor import AgentOptions
 from common.errors import EnvPaused, LongstrideError
@@ -45,7 +45,7 @@ class PlannedEpisode:
 class EpisodePlayer:
     """The policy that plays given episodes, with its limits and options."""
 
-    policy: Callable[[PlannedEpisode], tuple[Act, Render]]
+    policy: Callable[[PlannedEpisode], tuple[StreamingAct, Render]]
     max_concurrent: int
     max_tokens: int  # Context limit, in the renderer's unit.
     turn_tokens: int  # Maximum of these units in one turn.
@@ -144,7 +144,7 @@ async def _play_once(
 ) -> Trajectory:
     """Play one episode; return its trajectory, also if it failed."""
 
-    def policy_of(lease: Lease) -> tuple[Act, Render]:
+    def policy_of(lease: Lease) -> tuple[StreamingAct, Render]:
         act, render = player.policy(replace(plan, seed=lease.seed))
         return act, rendering(render, plan.env, environments.tools.get(plan.env, []))
 

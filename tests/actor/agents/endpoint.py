@@ -1,10 +1,11 @@
 """One episode behind the agents' endpoint, with tools in its template and a policy by heart."""
 
+import asyncio
 import io
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any
 
@@ -14,7 +15,7 @@ from actor.agents.episode import AgentEpisode
 from actor.agents.server import AgentServer
 from actor.formats.renderer import Renderer
 from actor.rollout.context import History, Room, Tape
-from actor.rollout.episode import EnvSession, EpisodeState, Turn
+from actor.rollout.episode import EnvSession, EpisodeState, OnTokens, Turn
 from common.config.actor import AgentServerOptions
 from common.wire.messages import Lease
 from tests.actor.agents.test_tool_calls import TOKENIZER
@@ -32,13 +33,38 @@ class ByHeart:
     given: list[list[int]] = field(default_factory=list)
     renderer: Renderer = RENDERER
 
-    async def act(self, ids: list[int], _: EnvSession) -> Turn:
+    async def act(
+        self, ids: list[int], _: EnvSession, /, on_tokens: OnTokens | None = None
+    ) -> Turn:
+        turn = self.turn(ids)
+        if on_tokens is not None:
+            for at in range(len(turn.token_ids) - 1):
+                await self.before_token(at)
+                on_tokens(part_of(turn, at, at + 1))
+        return turn
+
+    def turn(self, ids: list[int]) -> Turn:
+        """Return the next answer."""
         text = self.texts[min(len(self.given), len(self.texts) - 1)]
         self.given.append(list(ids))
         if isinstance(text, Exception):
             raise text
         said = [*self.renderer.completion(text), self.renderer.end_of_turn_ids[0]]
         return Turn(said, [-0.5] * len(said), [3] * len(said), num_prompt=len(ids))
+
+    async def before_token(self, number: int) -> None:
+        """Wait before a token of a stream."""
+        await asyncio.sleep(0)
+
+
+def part_of(turn: Turn, start: int, end: int) -> Turn:
+    """Return some tokens of a turn."""
+    return replace(
+        turn,
+        token_ids=turn.token_ids[start:end],
+        logprobs=turn.logprobs[start:end],
+        versions=turn.versions[start:end],
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,17 +106,18 @@ def new_episode(
     session: Count | None = None,
     lease: Lease = LEASE,
     task: tuple[str, str] = ("", ""),
+    room: tuple[int, int] = (MAX_TOKENS, TURN_TOKENS),
 ) -> tuple[AgentEpisode, EpisodeState]:
     """Return an episode without requests, and its record."""
-    room = Room(max_tokens=MAX_TOKENS, turn_tokens=TURN_TOKENS)
-    play = EpisodeState(keeps_last=False, history=History(renderer, room))
+    limits = Room(max_tokens=room[0], turn_tokens=room[1])
+    play = EpisodeState(keeps_last=False, history=History(renderer, limits))
     episode = AgentEpisode(
         lease,
         session=session or Count([go_on()]),
         act=policy.act,
         play=play,
         renderer=renderer,
-        room=(MAX_TOKENS, TURN_TOKENS),
+        room=room,
         task=task,
     )
     return episode, play

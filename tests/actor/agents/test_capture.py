@@ -29,8 +29,8 @@ TASK = "Find it."
 class Numbered(ByHeart):
     """A policy by heart whose logprobs and versions differ between tokens."""
 
-    async def act(self, ids: list[int], session: EnvSession) -> Turn:
-        turn = await ByHeart.act(self, ids, session)
+    def turn(self, ids: list[int]) -> Turn:
+        turn = ByHeart.turn(self, ids)
         number = len(self.given)
         turn.logprobs[:] = [-number - i / 64 for i in range(len(turn.token_ids))]
         turn.versions[:] = [number + i // 3 for i in range(len(turn.token_ids))]

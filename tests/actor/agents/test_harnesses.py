@@ -6,6 +6,8 @@ The packages are installed from npm and the Python index at the first test, whic
 import asyncio
 import json
 import os
+import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ from actor.agents.installation import install
 from actor.formats.renderer import Renderer
 from actor.rollout.context import Turn
 from actor.rollout.env_client import ExpertHint, HubStepResult
-from actor.rollout.episode import EnvSession
+from actor.rollout.episode import EnvSession, OnTokens
+from common import repository
 from common.config.actor import ActorSection
 from common.config.envs import EnvsSection, SandboxOptions, TerminalOptions
 from common.errors import ConfigError
@@ -26,6 +29,7 @@ from common.wire.messages import EndReason, Trajectory
 from envhub.env import Style
 from envhub.envs.terminal.env import make_spec
 from learner.ingest.intake import refusal
+from tests.actor.agents.endpoint import part_of
 from tests.actor.agents.test_lineages import of_engine, trained
 from tests.actor.agents.test_tool_calls import TOKENIZER
 from tests.actor.rollout.playing import LEASE
@@ -34,6 +38,8 @@ from tests.envhub.envs.terminal.test_containers import problem
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 ROOT = Path("/var/tmp") / f"longstride-harnesses-{os.getuid()}"
+SHIPPED = repository.ROOT / "configs/data/terminal"
+WORDS = ("server.log", "photos", "settings.json", "count.py")  # Each is in one instruction.
 RENDERER = Renderer(TOKENIZER)
 MAX_TOKENS, TURN_TOKENS = 400_000, 400
 COMMAND = "echo 42 > answer.txt"
@@ -55,24 +61,71 @@ def keys(text: str, *, is_complete: bool = False) -> str:
     return json.dumps(answer)
 
 
-ANSWERS = {
-    "codex": [call("exec_command", cmd=COMMAND), "done"],
-    "opencode": [call("bash", command=COMMAND, description="Write the answer"), "done"],
-    "qwen-code": [
-        call("run_shell_command", command=COMMAND, description="Write", is_background=False),
-        "done",
+# Task of the repository -> the commands that solve it. The first one looks around.
+COUNT = (
+    "import collections, sys\n"
+    "counts = collections.Counter(sys.stdin.read().lower().split())\n"
+    "for word, count in sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))[:3]:\n"
+    "    print(word, count)\n"
+)
+COMMANDS = {
+    "answer": [COMMAND],
+    "count-errors": ["head -n 3 server.log", "grep -c '^[^ ]* ERROR' server.log > errors.txt"],
+    "rename-files": [
+        "ls photos",
+        'cd photos; for f in *; do mv -- "$f" "$(echo "$f" | tr "A-Z " "a-z_")"; done; cd ..',
     ],
-    "openhands": [
-        call("terminal", command=COMMAND, summary="Write", security_risk="LOW"),
-        call("finish", message="done", summary="End", security_risk="LOW"),
+    "word-counts": [
+        f"printf '%s' {shlex.quote(COUNT)} > count.py",
+        "echo a b a | python3 count.py",
     ],
-    "terminus": [
-        keys(f"{COMMAND}\n"),
-        *[keys("", is_complete=True)] * 2,  # It asks again before it ends.
-    ],
-    "aider": ["answer.txt\n```\n42\n```\n"],
-    "mini-swe-agent": [block(COMMAND), block("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")],
 }
+# aider writes files, and runs no command. It adds a line end to each file.
+FILES = {
+    "answer": ("answer.txt", "42\n"),
+    "count-errors": ("errors.txt", "ERRORS\n"),
+    "repair-json": (
+        "settings.json",
+        '{"name": "store", "port": 8080, "paths": ["/a", "/b"],'
+        ' "limits": {"users": 25, "rate": 1.5}}\n',
+    ),
+    "word-counts": ("count.py", COUNT),
+}
+CALLS: dict[str, Callable[[str], str]] = {
+    "codex": lambda command: call("exec_command", cmd=command),
+    "opencode": lambda command: call("bash", command=command, description="Do it"),
+    "qwen-code": lambda command: call(
+        "run_shell_command", command=command, description="Do it", is_background=False
+    ),
+    "openhands": lambda command: call(
+        "terminal", command=command, summary="Do it", security_risk="LOW"
+    ),
+    "terminus": lambda command: keys(f"{command}\n"),
+    "mini-swe-agent": block,
+}
+ENDS = {
+    "codex": ["done"],
+    "opencode": ["done"],
+    "qwen-code": ["done"],
+    "openhands": [call("finish", message="done", summary="End", security_risk="LOW")],
+    "terminus": [keys("", is_complete=True)] * 2,  # It asks again before it ends.
+    "mini-swe-agent": [block("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")],
+}
+
+
+def tasks_of(name: str) -> list[str]:
+    """Return the tasks of the repository that a harness plays."""
+    return [task for task in (FILES if name == "aider" else COMMANDS) if task != "answer"]
+
+
+def answers_to(name: str, task: str) -> list[str]:
+    """Return the answers with which a harness solves a task."""
+    if name == "aider":
+        path, content = FILES[task]
+        log = (SHIPPED / task / "environment/server.log") if task == "count-errors" else None
+        number = sum(" ERROR " in line for line in log.read_text().splitlines()) if log else 0
+        return [f"{path}\n```\n{content.replace('ERRORS', f'{number}')}```\n"]
+    return [*map(CALLS[name], COMMANDS[task]), *ENDS[name]]
 
 
 @dataclass(slots=True)
@@ -80,12 +133,15 @@ class Script:
     """A policy that works off its answers in each conversation with tools or a task."""
 
     texts: list[str]
+    words: str = "answer.txt"  # The prompts of the task have them.
     sampled: list[tuple[list[int], Turn]] = field(default_factory=list[tuple[list[int], Turn]])
     num_used: int = 0
 
-    async def act(self, ids: list[int], _: EnvSession) -> Turn:
+    async def act(
+        self, ids: list[int], _: EnvSession, /, on_tokens: OnTokens | None = None
+    ) -> Turn:
         prompt = RENDERER.shown(ids)
-        is_task = "answer.txt" in prompt and self.is_main(prompt)
+        is_task = self.words in prompt and self.is_main(prompt)
         text = self.texts[min(self.num_used, len(self.texts) - 1)] if is_task else "Title"
         self.num_used += is_task
         said = [*RENDERER.completion(text), RENDERER.end_of_turn_ids[0]]
@@ -93,6 +149,10 @@ class Script:
         logprobs = [-number - i / 1024 for i in range(len(said))]
         turn = Turn(said, logprobs, [3] * len(said), num_prompt=len(ids))
         self.sampled.append((list(ids), turn))
+        if on_tokens is not None:
+            for at in range(len(said) - 1):
+                await asyncio.sleep(0)
+                on_tokens(part_of(turn, at, at + 1))
         return turn
 
     def is_main(self, prompt: str) -> bool:
@@ -146,7 +206,7 @@ def make_task(folder: Path) -> None:
 
 
 def played(
-    name: str, tasks: Path, policy: Script, backend: str = "bwrap"
+    name: str, tasks: Path, policy: Script, backend: str = "bwrap", item: int = 0
 ) -> tuple[Trajectory, list[str]]:
     """Return the episode of a harness, and what its commands printed."""
     envs = EnvsSection(
@@ -165,7 +225,7 @@ def played(
 
     async def open_session() -> EnvSession:
         env: Any = spec.make(Style.COMPACT)
-        sessions.append(InProcess(env, await env.reset("tasks-train-0", 0)))
+        sessions.append(InProcess(env, await env.reset(f"tasks-train-{item}", 0)))
         return sessions[-1]
 
     async def run() -> Trajectory:
@@ -195,17 +255,28 @@ def task(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", HARNESSES)
-def test_scripted_policy_solves_a_task_through_each_harness(name: str, task: Path) -> None:
+def install_or_skip(name: str) -> None:
+    """Install a harness. Its Python may be missing on this machine."""
     try:
         install(HARNESSES[name].package, ROOT)
     except ConfigError as error:
         if "needs Python" not in f"{error}":
             raise
         pytest.skip(str(error))
-    policy = Script(ANSWERS[name])
-    trajectory, outputs = played(name, task, policy)
+
+
+@pytest.mark.parametrize(
+    ("name", "task"), [(name, task) for name in HARNESSES for task in tasks_of(name)]
+)
+def test_scripted_policy_solves_tasks_through_each_harness(name: str, task: str) -> None:
+    install_or_skip(name)
+    folders = sorted(each.name for each in SHIPPED.iterdir())
+    instruction = next((SHIPPED / task).glob("instruction.md"), SHIPPED / task / "task.yaml")
+    words = next(word for word in WORDS if word in instruction.read_text(encoding="utf-8"))
+    policy = Script(answers_to(name, task), words)
+    trajectory, outputs = played(name, SHIPPED, policy, item=folders.index(task))
     assert (trajectory.end_reason, trajectory.reward) == (EndReason.DONE, 1.0), outputs
+    assert policy.num_used >= len(policy.texts)
     assert trained(trajectory) == of_engine(policy.sampled)
     assert set(trained(trajectory).values()) == {1}
     assert refusal(trajectory, learner_version=4, max_group_size=2, vocab_size=999) == ""
@@ -216,7 +287,7 @@ def test_harness_plays_in_the_container_of_its_task(name: str, task: Path) -> No
     if reason := problem():
         pytest.skip(reason)
     install(HARNESSES[name].package, ROOT)
-    policy = Script(ANSWERS[name])
+    policy = Script(answers_to(name, "answer"))
     trajectory, outputs = played(name, task, policy, "podman")
     assert (trajectory.end_reason, trajectory.reward) == (EndReason.DONE, 1.0), outputs
     assert trained(trajectory) == of_engine(policy.sampled)
@@ -228,7 +299,7 @@ def test_harness_has_an_empty_environment_and_no_other_network(
     monkeypatch.setenv("LONGSTRIDE_SECRET", "of the host")
     install(HARNESSES["mini-swe-agent"].package, ROOT)
     probe = "env; timeout 3 bash -c '</dev/tcp/192.0.2.1/80' || echo no network; cat /proc/net/dev"
-    policy = Script([block(f"{probe} | tee seen.txt; {COMMAND}"), *ANSWERS["mini-swe-agent"][1:]])
+    policy = Script([block(f"{probe} | tee seen.txt; {COMMAND}"), *ENDS["mini-swe-agent"]])
     _, outputs = played("mini-swe-agent", task, policy)
     shown = RENDERER.shown(policy.sampled[1][0])
     assert "no network" in shown, outputs

@@ -12,7 +12,7 @@ import pytest
 
 from actor.agents.lineages import Lineages
 from actor.rollout.context import Turn
-from actor.rollout.episode import EnvSession, trajectory_of
+from actor.rollout.episode import EnvSession, OnTokens, trajectory_of
 from common.config.load import load_config
 from common.errors import ConfigError
 from common.segments import as_rows, prefixes_of, segments_of
@@ -35,10 +35,15 @@ class Recorded(ByHeart):
     sampled: list[tuple[list[int], Turn]] = field(default_factory=list[tuple[list[int], Turn]])
     barrier: asyncio.Barrier | None = None  # Answers are sampled once so many requests wait.
 
-    async def act(self, ids: list[int], session: EnvSession) -> Turn:
+    async def act(
+        self, ids: list[int], session: EnvSession, /, on_tokens: OnTokens | None = None
+    ) -> Turn:
         if self.barrier is not None:
             await self.barrier.wait()
-        turn = await ByHeart.act(self, ids, session)
+        return await ByHeart.act(self, ids, session, on_tokens)
+
+    def turn(self, ids: list[int]) -> Turn:
+        turn = ByHeart.turn(self, ids)
         number = len(self.sampled)
         turn.logprobs[:] = [-number - i / 1024 for i in range(len(turn.token_ids))]
         self.sampled.append((list(ids), turn))

@@ -13,7 +13,7 @@ import pytest
 
 from actor.agents.server import AgentServer
 from actor.rollout.context import Turn
-from actor.rollout.episode import EnvSession
+from actor.rollout.episode import EnvSession, OnTokens
 from tests.actor.agents.endpoint import (
     MAX_TOKENS,
     RENDERER,
@@ -38,10 +38,12 @@ LONG = replace(LEASE, horizon=200)
 class Unhurried(ByHeart):
     """A policy that lets other requests go first."""
 
-    async def act(self, ids: list[int], session: EnvSession) -> Turn:
+    async def act(
+        self, ids: list[int], session: EnvSession, /, on_tokens: OnTokens | None = None
+    ) -> Turn:
         for _ in range(len(ids) % 7):
             await asyncio.sleep(0)
-        return await ByHeart.act(self, ids, session)
+        return await ByHeart.act(self, ids, session, on_tokens)
 
 
 async def streamed(at: Endpoint, messages: list[Any]) -> str:
