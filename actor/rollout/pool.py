@@ -11,20 +11,18 @@ from actor.agents.agents import Agents
 from actor.delivery import Delivery
 from actor.engine.concurrency import Concurrency, EngineLoad
 from actor.formats.renderer import Renderer
-<<<<<<< HEAD
-from actor.rollout.episode import WHOLE, Act, EpisodeState, Render, Turn, part_so_far, run_episode
-=======
 from actor.rollout.episode import (
     WHOLE,
     Act,
     EnvSession,
+    EpisodeState,
     OnTokens,
     Render,
     StreamingAct,
     Turn,
+    part_so_far,
     run_episode,
 )
->>>>>>> a6c1f80f (The agents' endpoint streams as the policy samples; left streams are aborted, their tokens trained)
 from actor.rollout.hubs import Hubs
 from actor.rollout.lockstep import Rounds
 from actor.rollout.recording import CannotContinue, Recording, Recordings
