@@ -123,7 +123,11 @@ def answers_to(name: str, task: str) -> list[str]:
     if name == "aider":
         path, content = FILES[task]
         log = (SHIPPED / task / "environment/server.log") if task == "count-errors" else None
-        number = sum(" ERROR " in line for line in log.read_text().splitlines()) if log else 0
+        number = (
+            sum(" ERROR " in line for line in log.read_text(encoding="utf-8").splitlines())
+            if log
+            else 0
+        )
         return [f"{path}\n```\n{content.replace('ERRORS', f'{number}')}```\n"]
     return [*map(CALLS[name], COMMANDS[task]), *ENDS[name]]
 
