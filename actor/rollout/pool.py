@@ -147,6 +147,7 @@ class EpisodePool:
         self.num_ended = 0
         self._agents = agents
         self._recordings = recordings
+        self._reading = asyncio.Lock()  # Held while a record is read from its file.
         self._forks: dict[str, WaitingFork] = {}
         if recordings is not None:
             recordings.on_start = self._wake_fork
@@ -307,7 +308,7 @@ class EpisodePool:
         a hub has paused its environment, because a service that it needs is down.
         """
         num_lost = num_vanished = num_steps = 0
-        recording = self._begin_recording(lease)
+        recording = await self._begin_recording(lease)
         while True:
             if recording is not None:
                 recording = recording.usable()
@@ -337,12 +338,17 @@ class EpisodePool:
             finally:
                 self._waiting.discard(lease.episode_id)
 
-    def _begin_recording(self, lease: Lease) -> Recording | None:
-        """Return the record of an episode; None if it begins anew after a loss."""
+    async def _begin_recording(self, lease: Lease) -> Recording | None:
+        """Return the record of an episode; None if it begins anew after a loss.
+
+        The records of many long episodes are read one by one. Heartbeats are sent between them.
+        """
         is_by_agent = self._agents is not None
         if self._recordings is None or is_by_agent or lease.policy is not PolicyKind.MODEL:
             return None
-        return self._recordings.begin(lease)
+        async with self._reading:
+            await asyncio.sleep(0)
+            return self._recordings.begin(lease)
 
     async def _play_once(
         self, lease: Lease, recording: Recording | None, *, may_repeat: bool

@@ -16,6 +16,7 @@ With a folder, each step is appended to a file. An actor that plays the next att
 reads it. The files survive a killed process, not a power cut: they are not synced.
 """
 
+import asyncio
 import hashlib
 import json
 import logging
@@ -274,6 +275,8 @@ class Recording:
             if turns[self._turn].prompt != prompt:
                 raise CannotContinue(f"the prompt of turn {self._turn} differs from the record")
             self._turn += 1
+            # The other tasks of the actor run between two turns: a replay may have thousands.
+            await asyncio.sleep(0)
             return turns[self._turn - 1].taken
 
         return open_recorded, act_recorded

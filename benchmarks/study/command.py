@@ -116,7 +116,9 @@ class StudyWork:
         if not self._has_start() or (policy / "config.json").exists():
             return
         command, *own = self.study.start
-        words = merged(self.study.overrides[:1], own)  # The first names the policy to train.
+        is_new = "sft.from_scratch=true" in own
+        named = () if is_new else self.study.overrides[:1]  # The policy to train.
+        words = merged(named, own)
         where = [f"run.dir={self.folder}", "run.name=start"]
         self.folder.mkdir(parents=True, exist_ok=True)
         argv = ["run.py", command, "--config", CONFIG, *where, *words]

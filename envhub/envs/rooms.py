@@ -1,10 +1,11 @@
 """Rooms: carry a key through a sequence of rooms. The rule is fixed; the number of rooms varies.
 
 The environment isolates the effect of length: instruction, observations and decisions are the same
-with two rooms and with thirty-two. Source: arXiv 2605.02572, which varies only the length. `March`
-has up to 500 rooms with a long view each: 1,000 turns and 100,000 tokens.
+with two rooms and with thirty-two. Source: arXiv 2605.02572, which varies only the length. `Trek`
+has up to 500 rooms: 1,000 turns. `March` adds a long view of each room: 100,000 tokens.
 """
 
+import hashlib
 import random
 from typing import NamedTuple
 
@@ -25,16 +26,18 @@ your key. The door of your key's colour opens, takes the key and leads to the ne
 another key. Each of your turns is one action: go to COLOUR closed door 1.
 Answer with one action and nothing else."""
 SEEN = ("stone", "dust", "moss", "brick", "rust", "sand", "mud", "ash")
+# Two words for each value of a byte: one digest describes a room, which is fast.
+PAIRS = tuple(f"{a} {b}" for a in SEEN for b in SEEN) * 4
 
 
 class _Path(NamedTuple):
     """Parameters of a subset."""
 
     max_rooms: int
-    num_words: int = 0  # Words of the view of each room, without information.
+    num_words: int = 0  # Words of the view of each room, without information; an even number.
 
 
-PATHS = {"Carry": _Path(32), "March": _Path(500, num_words=72)}
+PATHS = {"Carry": _Path(32), "Trek": _Path(500), "March": _Path(500, num_words=72)}
 SUBSETS = {
     name: SubsetSpec(num_train=100_000, num_test=3_200, max_turns=TRIES_PER_ROOM * path.max_rooms)
     for name, path in PATHS.items()
@@ -101,8 +104,9 @@ class RoomsEnv(SavesCounters, TextEnv):
         shown = f"{doors}, carrying {self._keys[self._at]} key"
         if not self._num_words:
             return shown
-        view = random.Random(f"{self._seed}/{self._at}").choices(SEEN, k=self._num_words)
-        return f"{' '.join(view)}\n{shown}"
+        place = f"{self._seed}/{self._at}".encode()
+        digest = hashlib.blake2b(place, digest_size=self._num_words // 2).digest()
+        return f"{' '.join([PAIRS[byte] for byte in digest])}\n{shown}"
 
     def _valid_actions(self) -> list[str]:
         return [f"{VERB} {colour} closed door 1" for colour in self._rooms[self._at]]

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -91,6 +91,24 @@ class PlainLetters(Letters):
         return self
 
 
+class ClockedLetters(PlainLetters):
+    """Records the iteration of the event loop in which each turn is read."""
+
+    def __init__(self) -> None:
+        self._iteration = 0
+        self.seen: list[int] = []
+        self._next()
+
+    def _next(self) -> None:
+        self._iteration += 1
+        asyncio.get_running_loop().call_soon(self._next)
+
+    def action_text(self, token_ids: list[int]) -> str:
+        if not self.seen or self.seen[-1] != self._iteration:
+            self.seen.append(self._iteration)
+        return super().action_text(token_ids)
+
+
 @dataclass
 class Box:
     """A delivery that keeps the trajectories."""
@@ -149,6 +167,7 @@ async def play(
     *,
     kind: str = "full",
     until: asyncio.Event | None = None,
+    renderer: PlainLetters | None = None,
 ) -> Trajectory | None:
     """Play an episode; None: `until` stopped the actor before."""
     cfg = ActorSection(env_timeout_s=20.0, **options_of(kind))
@@ -156,9 +175,15 @@ async def play(
     hubs = Hubs(lambda: [HubPlace(url=hub.url, token="", envs=names)], cfg, style="compact")
     await hubs.start()
     box = Box()
-    parts: dict[str, Any] = {"engine": engine, "renderer": PlainLetters(), "delivery": box}
+    parts: dict[str, Any] = {"engine": engine, "renderer": renderer or PlainLetters()}
     episodes = EpisodePool(
-        cfg, actor="a", environments=hubs, rounds=None, recordings=recordings, **parts
+        cfg,
+        actor="a",
+        environments=hubs,
+        rounds=None,
+        recordings=recordings,
+        delivery=cast(Any, box),
+        **parts,
     )
     episodes.start([lease])
     try:
@@ -235,6 +260,18 @@ def lost_once(hub: Served, env: str, engine: SeededEngine, recordings: Recording
     played = asyncio.run(play(hub, engine, lease_of(env), recordings))
     assert played is not None
     return played
+
+
+def test_other_tasks_run_between_two_turns_of_a_replay(hub: Served, tmp_path: Path) -> None:
+    stop_after(hub, tmp_path, HORIZON)
+
+    async def again() -> int:
+        letters = ClockedLetters()
+        lease = replace(lease_of("rooms"), attempt=1)
+        await play(hub, SeededEngine("rooms"), lease, Recordings(tmp_path), renderer=letters)
+        return len(letters.seen)
+
+    assert asyncio.run(again()) == HORIZON
 
 
 def test_versions_stay_as_sampled(hub: Served) -> None:

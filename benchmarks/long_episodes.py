@@ -1,0 +1,427 @@
+"""The suite `long-episodes`: 256 episodes of 1,000 turns and 100,000 tokens at once in one actor.
+
+Scheduler, hub, intake with its journal, and actor are processes of their own, with real sockets and
+records of the episodes. The engine draws an action from the seed, so that the figures are those of
+everything around it. The actor is killed with SIGKILL late in the episodes; another one continues
+them. An actor is the process `python -m benchmarks.long_episodes RUN_DIR NUMBER`.
+"""
+
+import asyncio
+import gc
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import psutil
+import uvloop
+import zmq.asyncio
+from transformers import AutoTokenizer
+
+from actor.delivery import Delivery
+from actor.formats.renderer import Renderer
+from actor.rollout.episode import Turn
+from actor.rollout.hubs import Hubs
+from actor.rollout.pool import EpisodePool
+from actor.rollout.recording import Recordings
+from actor.scheduler_client import SchedulerClient
+from benchmarks.real_run import check_end, child
+from benchmarks.suite import Suite
+from common.config.load import load_config
+from common.config.run_config import RunConfig
+from common.errors import LongstrideError
+from common.host.child_process import ChildProcess
+from common.host.process_settings import ONE_THREAD
+from common.log import configure_logging
+from common.store.run_dir import RunDir
+from common.store.run_start import save_config
+from common.wire.addresses import AddressBook
+from common.wire.messages import Heartbeat, Hello, Trajectory
+from common.wire.security import create_keys, load_keys
+from envhub.catalogue.registry import Registry
+from envhub.env import Style
+from envhub.envs.rooms import COLOURS, VERB
+from learner.journal.journal import read_journal
+from scheduler.curriculum.user_functions import ItemDraw
+from tools.offline.config import SftSection
+from tools.offline.scratch import make_policy, make_tokenizer, save_policy
+
+if TYPE_CHECKING:
+    from actor.engine.engine import Engine
+
+LONGEST = 3  # Index of the first item of `March` with 500 rooms,
+EVERY = 1_000  # and the distance to the next one.
+NUM_EPISODES = 256
+NUM_TURNS = 1_000
+KILL_AT = 900  # Mean turn of the episodes at which the actor is killed.
+CONTEXT = 1_024  # Tokens of the policy's context.
+GROUP = 8  # Members of a group; `benchmarks.transport` assembles groups of this size.
+SAMPLE_S = 0.5
+COUNT_S = 0.2
+VOCABULARY = 640
+START_S = 600.0
+EPISODE_S = 6 * 3600.0
+MARKS = (0.1, 0.3, 0.9)  # Parts of an episode at which memory and time are reported.
+MAX_GROWTH = 1.3  # CPU time of a late turn over that of an early one.
+MAX_REPEATED = 2.0  # Turns of an episode that are sampled again after the loss of its actor.
+LEGEND = (
+    f"{NUM_EPISODES} episodes of {NUM_TURNS:,} turns at once in one actor process, which is killed\n"
+    f"at turn {KILL_AT}; scheduler, hub and intake are real, the engine draws actions by the seed."
+)
+
+
+def choose_item(draw: ItemDraw, cfg: Any) -> tuple[str, int]:
+    """Return an item of `March` with 500 rooms, as `curriculum.kind` asks for one."""
+    return "rooms/March", LONGEST + EVERY * draw.number
+
+
+class SeededActions:
+    """Draws an action from the seed, in place of an engine."""
+
+    frozen_s = 0.0
+    version = 0
+
+    def __init__(self, renderer: Renderer, *, turn_s: float) -> None:
+        encode = renderer.tokenizer.encode
+        end = renderer.end_of_turn_ids[0]
+        self._answers = [[*encode(f"{VERB} {colour} closed door 1"), end] for colour in COLOURS]
+        self._turn_s = turn_s
+        self.num_turns = 0
+        self.longest = 0  # Tokens of the longest prompt.
+
+    async def generate(self, prompt_ids: Sequence[int], *, seed: int, **_: Any) -> Turn:
+        """Sample a turn. Arguments are as of the engine."""
+        self.num_turns += 1
+        self.longest = max(self.longest, len(prompt_ids))
+        draw = random.Random(seed)
+        token_ids = draw.choice(self._answers)
+        await asyncio.sleep(self._turn_s)
+        logprobs = [-draw.random() for _ in token_ids]
+        versions = [0] * len(token_ids)
+        return Turn(token_ids, logprobs, versions, is_stopped=True, num_prompt=len(prompt_ids))
+
+
+async def play(cfg: RunConfig, run_dir: RunDir, number: int, turn_s: float) -> None:
+    """Play until SIGTERM. The number of sampled turns stands in a file."""
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    context = zmq.asyncio.Context()
+    keys = load_keys(run_dir.keys)
+    book = AddressBook(lambda: run_dir.find_address("scheduler"))
+    name = f"actor-{number}"
+    hello = Hello(role="actor", name=name, incarnation=f"life-{number}", version=0)
+    scheduler = SchedulerClient(book, keys, hello=hello, context=context, silence_s=START_S)
+    await scheduler.connect(timeout_s=START_S)
+    await scheduler.learn_addresses(timeout_s=START_S)
+    hubs = Hubs(book.hubs, cfg.actor, style=cfg.envhub.style, owner=hello.incarnation)
+    await hubs.start(timeout_s=START_S)
+    recordings = Recordings(run_dir.episodes)
+    delivery = Delivery(
+        book,
+        keys,
+        window=cfg.actor.delivery_window,
+        context=context,
+        on_acknowledged=recordings.drop,
+    )
+    await delivery.connect(timeout_s=START_S)
+    renderer = Renderer(AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True))
+    engine = SeededActions(renderer, turn_s=turn_s)
+    episodes = EpisodePool(
+        cfg.actor,
+        actor=name,
+        engine=cast("Engine", engine),
+        renderer=renderer,
+        environments=hubs,
+        delivery=delivery,
+        rounds=None,
+        recordings=recordings,
+    )
+    loops = (
+        scheduler.run(episodes.revoke),
+        delivery.run(),
+        _take_leases(scheduler, episodes),
+        _beat(cfg, name, scheduler, episodes, delivery),
+        _count(run_dir, name, engine),
+        stop.wait(),
+    )
+    tasks = [asyncio.create_task(loop) for loop in loops]
+    done, _ = await asyncio.wait([*tasks, episodes.failed], return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()
+    for task in tasks:
+        task.cancel()
+    await episodes.cancel_all()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    scheduler.close()
+    delivery.close()
+    await hubs.close()
+    context.destroy(linger=0)
+
+
+async def _take_leases(scheduler: SchedulerClient, episodes: EpisodePool) -> None:
+    """Request leases whenever a slot is free."""
+    while True:
+        episodes.slot_freed.clear()
+        if episodes.num_free_slots == 0:
+            await episodes.slot_freed.wait()
+            continue
+        grant = await scheduler.request_leases(num_free_slots=episodes.num_free_slots, version=0)
+        episodes.start(grant.leases)
+        if not grant.leases:
+            await asyncio.sleep(grant.retry_after_s)
+
+
+async def _beat(
+    cfg: RunConfig, name: str, scheduler: SchedulerClient, episodes: EpisodePool, delivery: Delivery
+) -> None:
+    """Send heartbeats. A late one means that something blocks the event loop of the actor."""
+    while True:
+        running = [*episodes.running_ids, *delivery.pending_ids]
+        num_slots = episodes.num_slots
+        scheduler.beat(
+            Heartbeat(role="actor", name=name, version=0, running=running, num_slots=num_slots)
+        )
+        await asyncio.sleep(cfg.scheduler.heartbeat_s)
+
+
+async def _count(run_dir: RunDir, name: str, engine: SeededActions) -> None:
+    """Append the turns so far, the longest prompt and the longest delay of this loop to a file."""
+    path = run_dir.root / f"{name}.turns"
+    longest_s = 0.0
+    while True:
+        asked = time.monotonic()
+        await asyncio.sleep(COUNT_S)
+        longest_s = max(longest_s, time.monotonic() - asked - COUNT_S)
+        path.write_text(f"{engine.num_turns} {engine.longest} {longest_s}", encoding="utf-8")
+
+
+def main(folder: str, number: str, turn_s: str) -> None:
+    """Run as one actor of a run."""
+    gc.set_threshold(10_000)  # `run.py` sets the same threshold for every role.
+    run_dir = RunDir(root=Path(folder))
+    cfg = load_config(str(run_dir.config), [])
+    configure_logging(f"actor-{number}", cfg.log.level)
+    uvloop.run(play(cfg, run_dir, int(number), float(turn_s)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """The state of all roles at one time."""
+
+    turn: float  # Turns that the engine sampled, for each episode.
+    cpu_s: dict[str, float]  # CPU seconds so far, by role.
+    rss_bytes: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongEpisodes:
+    """The course of all episodes up to the last acknowledgement."""
+
+    samples: list[Sample]  # Of the first actor.
+    num_sampled: int  # Turns of both engines.
+    longest_prompt: int  # Tokens.
+    blocked_s: float  # The longest delay of the event loop of the second actor.
+    continue_s: float  # Seconds from the start of the second actor to its first new turn.
+    ledger: dict[str, int]
+    episodes: list[Trajectory]
+    journal_bytes: int
+    rss_at_end: dict[str, int]
+
+    def cpu_of_turn(self, role: str, first: float, last: float) -> float:
+        """Return the CPU seconds of a role for one turn of one episode, between two turns."""
+        early, late = (self.near(turn) for turn in (first, last))
+        num = (late.turn - early.turn) * len(self.episodes)
+        return (late.cpu_s[role] - early.cpu_s[role]) / num
+
+    def near(self, turn: float) -> Sample:
+        """Return the sample nearest to a turn."""
+        return min(self.samples, key=lambda sample: abs(sample.turn - turn))
+
+
+def prepare_run(folder: Path, *, num_episodes: int, num_turns: int) -> RunDir:
+    """Write configuration, keys and tokenizer of a run that plays long episodes, and trains none."""
+    policy = folder / "policy"
+    env = Registry(["rooms"]).spec("rooms").make(Style.COMPACT)
+    pages = [env.reset(f"March-train-{LONGEST + EVERY * i}", 0) for i in range(40)]
+    texts = [*pages, *(f"{VERB} {colour} closed door 1" for colour in COLOURS)]
+    tokenizer = make_tokenizer(texts, vocab_size=VOCABULARY)
+    sizes = SftSection(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1)
+    model = make_policy(sizes, tokenizer, seed=0)
+    model.config.prompt_style = Style.COMPACT.value
+    save_policy(policy, model, tokenizer)
+    overrides = (
+        f"run.dir={folder}",
+        "run.name=r",
+        f"model.path={policy}",
+        "train.num_steps=1000000",
+        "tasks=[{env: rooms, subset: March}]",
+        "curriculum.kind=benchmarks.long_episodes:choose_item",
+        "eval.before=false",
+        "eval.after=false",
+        "algorithm.filter_zero_variance=false",
+        "horizon.kind=fixed",
+        f"horizon.stages=[{num_turns}]",
+        f"groups.size={GROUP}",
+        f"groups.per_step={num_episodes // GROUP}",
+        "scheduler.gate_margin=0",
+        f"envhub.capacity={2 * num_episodes}",
+        f"envhub.session_idle_s={EPISODE_S}",
+        "actor.env_timeout_s=300",
+        f"actor.episode_timeout_s={EPISODE_S}",
+        f"actor.max_concurrent={num_episodes}",
+        "actor.adapt_concurrency=false",
+        "actor.context=window",
+        "actor.context_turns=2",
+        f"actor.max_model_len={CONTEXT}",
+        "actor.max_turn_tokens=8",
+        f"learner.max_tokens_per_microbatch={CONTEXT}",
+    )
+    run_dir = RunDir(root=folder / "r")
+    create_keys(run_dir.keys)
+    save_config(load_config("quickstart", overrides), run_dir.config)
+    return run_dir
+
+
+def measure(
+    folder: Path,
+    *,
+    num_episodes: int = NUM_EPISODES,
+    num_turns: int = NUM_TURNS,
+    kill_at: int = KILL_AT,
+    turn_s: float = 0.0,
+) -> LongEpisodes:
+    """Play `num_episodes` at once, kill their actor at turn `kill_at`, and continue in another.
+
+    Args:
+        turn_s: seconds that the engine takes for a turn.
+    """
+    run_dir = prepare_run(folder, num_episodes=num_episodes, num_turns=num_turns)
+    with ExitStack() as children:
+
+        def start(name: str, *argv: str) -> ChildProcess:
+            """Start one role as a process."""
+            log = folder / f"{name}.txt"
+            return children.enter_context(child(name, [*argv], log=log, env=ONE_THREAD))
+
+        where = (f"run.dir={folder}", f"run.name={run_dir.root.name}")
+        hub = start("envhub", "run.py", "envhub", *where)
+        scheduler = start("scheduler", "run.py", "scheduler", *where)
+        scheduler.wait_until((run_dir.addresses / "scheduler").exists, timeout_s=START_S)
+        intake = start("intake", "-m", "benchmarks.transport", "intake", str(run_dir.root))
+        roles = {"hub": hub, "scheduler": scheduler, "intake": intake}
+        own = ("-m", "benchmarks.long_episodes", str(run_dir.root))
+        roles["actor"] = start("actor-0", *own, "0", str(turn_s))
+        samples: list[Sample] = []
+
+        def has_reached(turn: float) -> bool:
+            samples.append(_sample(run_dir, roles, num_episodes=num_episodes))
+            return samples[-1].turn >= turn
+
+        _await(lambda: has_reached(kill_at), roles)
+        os.kill(roles["actor"].pid, signal.SIGKILL)
+        num_killed, longest, _ = _counted(run_dir, "actor-0")
+        roles["actor"] = start("actor-1", *own, "1", str(turn_s))
+        started = time.monotonic()
+        _await(lambda: _counted(run_dir, "actor-1")[0] > 0, roles)
+        continue_s = time.monotonic() - started
+        _await(lambda: _ledger(run_dir).get("trained", 0) >= num_episodes, roles)
+        num_after, longest_after, blocked_s = _counted(run_dir, "actor-1")
+        at_end = _sample(run_dir, roles, num_episodes=num_episodes)
+        episodes = [trajectory for _, trajectory in read_journal(run_dir.journal)]
+        return LongEpisodes(
+            samples=samples,
+            num_sampled=num_killed + num_after,
+            longest_prompt=max(longest, longest_after),
+            blocked_s=blocked_s,
+            continue_s=continue_s,
+            ledger=_ledger(run_dir),
+            episodes=episodes,
+            journal_bytes=sum(path.stat().st_size for path in run_dir.journal.iterdir()),
+            rss_at_end=at_end.rss_bytes,
+        )
+
+
+def _await(happened: Callable[[], bool], roles: dict[str, ChildProcess]) -> None:
+    """Wait for an event while all roles run. Raises: LongstrideError: a role failed; no event."""
+    deadline = time.monotonic() + EPISODE_S
+    while not happened():
+        for role in roles.values():
+            check_end(role)
+        if time.monotonic() > deadline:
+            raise LongstrideError("the episodes have not ended in time")
+        time.sleep(SAMPLE_S)
+
+
+def _counted(run_dir: RunDir, name: str) -> tuple[int, int, float]:
+    """Return an actor's turns, its longest prompt, and the longest delay of its event loop."""
+    path = run_dir.root / f"{name}.turns"
+    words = path.read_text(encoding="utf-8").split() if path.exists() else []
+    return (int(words[0]), int(words[1]), float(words[2])) if len(words) == 3 else (0, 0, 0.0)
+
+
+def _sample(run_dir: RunDir, roles: dict[str, ChildProcess], *, num_episodes: int) -> Sample:
+    """Measure all roles, with their child processes."""
+    turn = _counted(run_dir, "actor-0")[0] / num_episodes
+    cpu_s: dict[str, float] = {}
+    rss_bytes: dict[str, int] = {}
+    for name, role in roles.items():
+        process = psutil.Process(role.pid)
+        family = [process, *process.children(recursive=True)]
+        cpu_s[name] = sum(sum(member.cpu_times()[:2]) for member in family)
+        rss_bytes[name] = sum(member.memory_info().rss for member in family)
+    return Sample(turn=turn, cpu_s=cpu_s, rss_bytes=rss_bytes)
+
+
+def _ledger(run_dir: RunDir) -> dict[str, int]:
+    """Return the counts of the scheduler's ledger; {} before the first step."""
+    if not run_dir.ledger.exists():
+        return {}
+    return json.loads(run_dir.ledger.read_text(encoding="utf-8"))
+
+
+def run_suite(suite: Suite) -> None:
+    """Measure once, in about half an hour of two cores."""
+    suite.title(LEGEND)
+    with suite.check("long episodes") as folder:
+        report(suite, measure(folder), num_turns=NUM_TURNS, kill_at=KILL_AT)
+
+
+def report(suite: Suite, played: LongEpisodes, *, num_turns: int, kill_at: int) -> None:
+    """Add the figures of the episodes, with their bounds."""
+    num = len(played.episodes)
+    tokens = statistics.fmean(len(each.token_ids) for each in played.episodes)
+    suite.figure("episodes", num, "", f"{tokens:,.0f} tokens each")
+    early = (0.1 * num_turns, 0.3 * num_turns)
+    late = (0.7 * num_turns, 0.9 * num_turns)
+    for role in ("actor", "hub"):
+        before = played.cpu_of_turn(role, *early)
+        after = played.cpu_of_turn(role, *late)
+        suite.figure(f"{role}: CPU of a turn, early", 1e6 * before, "us")
+        suite.at_most(f"{role}: late over early turn", after / before, "", MAX_GROWTH)
+    for role in ("actor", "hub", "intake", "scheduler"):
+        sizes = [played.near(mark * num_turns).rss_bytes[role] / 2**20 for mark in MARKS]
+        note = ", ".join(f"{size:,.0f}" for size in sizes)
+        suite.figure(
+            f"{role}: memory at turn {kill_at}", sizes[-1], "MiB", f"at 10, 30, 90 %: {note}"
+        )
+    suite.figure("intake: memory at the end", played.rss_at_end["intake"] / 2**20, "MiB")
+    suite.figure("journal", played.journal_bytes / 2**20, "MiB")
+    suite.at_most("longest prompt", played.longest_prompt, "tokens", CONTEXT)
+    repeated = played.num_sampled / num - num_turns
+    suite.at_most("turns sampled again", repeated, "for each episode", MAX_REPEATED)
+    suite.figure("the next actor begins to sample after", played.continue_s, "s")
+    suite.figure("its event loop was blocked for at most", played.blocked_s, "s")
+    lost = sum(played.ledger.get(name, 0) for name in ("failed", "stale"))
+    suite.at_most("episodes failed or stale", lost, "", 0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
