@@ -29,6 +29,7 @@ SUITES = {  # Name on the command line: module and function.
     "transport": "transport:run_suite",
     "engines": "engines.suite:run_suite",
     "envhub": "envhub.suite:run_suite",
+    "long-episodes": "long_episodes:run_suite",
     "end2end": "end_to_end:run_suite",
     "tail": "end_to_end:run_tail",
     "chaos": "chaos.suite:run_suite",

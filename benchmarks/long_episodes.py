@@ -73,8 +73,8 @@ MARKS = (0.1, 0.3, 0.9)  # Parts of an episode at which memory and time are repo
 MAX_GROWTH = 1.3  # CPU time of a late turn over that of an early one.
 MAX_REPEATED = 2.0  # Turns of an episode that are sampled again after the loss of its actor.
 LEGEND = (
-    f"{NUM_EPISODES} episodes of {NUM_TURNS:,} turns at once in one actor process, which is killed\n"
-    f"at turn {KILL_AT}; scheduler, hub and intake are real, the engine draws actions by the seed."
+    f"{NUM_EPISODES} episodes of {NUM_TURNS:,} turns at once in one actor process, killed at turn\n"
+    f"{KILL_AT}; scheduler, hub and intake are real, and the engine draws actions by the seed."
 )
 
 
@@ -89,17 +89,22 @@ class SeededActions:
     frozen_s = 0.0
     version = 0
 
-    def __init__(self, renderer: Renderer, *, turn_s: float) -> None:
+    def __init__(self, renderer: Renderer, *, attempt: int, turn_s: float) -> None:
+        """Count the turns of one attempt at each episode."""
         encode = renderer.tokenizer.encode
         end = renderer.end_of_turn_ids[0]
         self._answers = [[*encode(f"{VERB} {colour} closed door 1"), end] for colour in COLOURS]
         self._turn_s = turn_s
+        self._attempt = str(attempt)
         self.num_turns = 0
         self.longest = 0  # Tokens of the longest prompt.
 
-    async def generate(self, prompt_ids: Sequence[int], *, seed: int, **_: Any) -> Turn:
+    async def generate(
+        self, prompt_ids: Sequence[int], *, request_id: str, seed: int, **_: Any
+    ) -> Turn:
         """Sample a turn. Arguments are as of the engine."""
-        self.num_turns += 1
+        _, attempt, _ = request_id.rsplit(":", 2)
+        self.num_turns += attempt == self._attempt
         self.longest = max(self.longest, len(prompt_ids))
         draw = random.Random(seed)
         token_ids = draw.choice(self._answers)
@@ -110,7 +115,7 @@ class SeededActions:
 
 
 async def play(cfg: RunConfig, run_dir: RunDir, number: int, turn_s: float) -> None:
-    """Play until SIGTERM. The number of sampled turns stands in a file."""
+    """Play until SIGTERM. A file has the number of turns of attempt `number`."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     context = zmq.asyncio.Context()
@@ -133,7 +138,7 @@ async def play(cfg: RunConfig, run_dir: RunDir, number: int, turn_s: float) -> N
     )
     await delivery.connect(timeout_s=START_S)
     renderer = Renderer(AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True))
-    engine = SeededActions(renderer, turn_s=turn_s)
+    engine = SeededActions(renderer, attempt=number, turn_s=turn_s)
     episodes = EpisodePool(
         cfg.actor,
         actor=name,
@@ -247,7 +252,7 @@ class LongEpisodes:
 
 
 def prepare_run(folder: Path, *, num_episodes: int, num_turns: int) -> RunDir:
-    """Write configuration, keys and tokenizer of a run that plays long episodes, and trains none."""
+    """Write configuration, keys and tokenizer of a run that trains nothing."""
     policy = folder / "policy"
     env = Registry(["rooms"]).spec("rooms").make(Style.COMPACT)
     pages = [env.reset(f"March-train-{LONGEST + EVERY * i}", 0) for i in range(40)]

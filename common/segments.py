@@ -160,8 +160,10 @@ def asides_of(trajectory: Trajectory, part: slice | None = None) -> list[tuple[i
         part: only answers in this slice, with indices relative to its start.
     """
     start, stop = (part.start, part.stop) if part else (0, len(trajectory.token_ids))
-    asides: list[list[int]] = trajectory.asides.reshape(-1, 3).tolist()
-    return [(a - start, b - start, kind) for a, b, kind in asides if start <= a < stop]
+    spans = trajectory.asides.reshape(-1, 3)
+    first, end = np.searchsorted(spans[:, 0], (start, stop))
+    asides: list[list[int]] = spans[first:end].tolist()
+    return [(a - start, b - start, kind) for a, b, kind in asides]
 
 
 def refusal_of_starts(trajectory: Trajectory) -> str:

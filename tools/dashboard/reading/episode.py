@@ -1,5 +1,6 @@
 """Trajectories for display: their replay, their advantages, and the difference of two."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,34 +32,44 @@ def recorded_of(
     is_action = t.loss_mask.copy()
     for start, end, _ in rows.asides_of(t):
         is_action[start:end] = False
-    turns = [t.turn_ids == turn for turn in range(t.num_turns)]
+    turns = _tokens_by_turn(t)
+    starts = np.array([part.start for part in rows.segments_of(t)])
     return {
         **{"env": t.env, "item": t.item_id, "style": style},
         "actions": [
             read_any(
                 format if is_model else AgentFormat.PLAIN,
-                texts.text(t.token_ids[_acted(t, mask & is_action)].tolist()),
+                texts.text(t.token_ids[_acted(turn[is_action[turn]], starts)].tolist()),
             )
-            for mask in turns
+            for turn in turns
         ],
         "shown": [
-            "".join(texts.texts(t.token_ids[mask & ~t.loss_mask].tolist()))
-            for mask in turns
+            "".join(texts.texts(t.token_ids[turn[~t.loss_mask[turn]]].tolist()))
+            for turn in turns
             if is_model  # A scripted policy gets no observations.
         ],
         **{"scores": t.turn_scores.tolist(), "states": t.turn_states.tolist()},
     }
 
 
-def _acted(t: Trajectory, turn: np.ndarray) -> np.ndarray:
+def _tokens_by_turn(t: Trajectory) -> list[np.ndarray]:
+    """Return the indices of the tokens of each turn, [turn][num]."""
+    order = np.argsort(t.turn_ids, kind="stable")
+    cuts = np.searchsorted(t.turn_ids[order], np.arange(t.num_turns + 1))
+    return [order[start:end] for start, end in itertools.pairwise(cuts.tolist())]
+
+
+def _acted(chosen: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """Return the indices of a turn's action tokens [num]: its last run of sampled tokens.
 
     Earlier samples of the turn are no actions: summaries, and the start or end of a branch.
+
+    Args:
+        chosen: indices of the turn's sampled tokens in order, [tokens].
+        starts: indices of the first tokens of all segments, [segment].
     """
-    chosen = np.flatnonzero(turn & t.loss_mask)
-    starts = [part.start for part in rows.segments_of(t)]
     is_first = np.diff(chosen, prepend=-2) > 1
-    is_first |= np.isin(chosen, starts)
+    is_first |= starts[np.searchsorted(starts, chosen, side="right") - 1] == chosen
     return chosen[np.flatnonzero(is_first)[-1] :] if chosen.size else chosen
 
 
