@@ -51,6 +51,7 @@ from envhub.env import Style
 from envhub.envs.rooms import COLOURS, VERB
 from learner.journal.journal import read_journal
 from scheduler.curriculum.user_functions import ItemDraw
+from tools.dashboard.reading.run_source import RunSource
 from tools.offline.config import SftSection
 from tools.offline.scratch import make_policy, make_tokenizer, save_policy
 
@@ -239,6 +240,7 @@ class LongEpisodes:
     episodes: list[Trajectory]
     journal_bytes: int
     rss_at_end: dict[str, int]
+    page_s: dict[str, float]  # CPU seconds of the dashboard's pages.
 
     def cpu_of_turn(self, role: str, first: float, last: float) -> float:
         """Return the CPU seconds of a role for one turn of one episode, between two turns."""
@@ -351,7 +353,26 @@ def measure(
             episodes=episodes,
             journal_bytes=sum(path.stat().st_size for path in run_dir.journal.iterdir()),
             rss_at_end=at_end.rss_bytes,
+            page_s=_read_pages(run_dir),
         )
+
+
+def _read_pages(run_dir: RunDir) -> dict[str, float]:
+    """Return the CPU seconds of the dashboard for the index, an episode, a replay and a group."""
+    source = RunSource(run_dir.root, name=run_dir.root.name)
+    took_s: dict[str, float] = {}
+
+    def read(name: str, page: Callable[[], object]) -> None:
+        started = time.process_time()
+        page()
+        took_s[name] = time.process_time() - started
+
+    read("index", lambda: [None for _ in iter(source.refresh, False)])
+    first = source.rows.ids[0]
+    read("episode", lambda: source.episode(first))
+    read("replay", lambda: source.recorded(first))
+    read("group", lambda: source.group(first.rpartition("/")[0]))
+    return took_s
 
 
 def _await(happened: Callable[[], bool], roles: dict[str, ChildProcess]) -> None:
@@ -424,6 +445,8 @@ def report(suite: Suite, played: LongEpisodes, *, num_turns: int, kill_at: int) 
     suite.at_most("turns sampled again", repeated, "for each episode", MAX_REPEATED)
     suite.figure("the next actor begins to sample after", played.continue_s, "s")
     suite.figure("its event loop was blocked for at most", played.blocked_s, "s")
+    for name, took_s in played.page_s.items():
+        suite.figure(f"dashboard: {name}", 1e3 * took_s, "ms")
     lost = sum(played.ledger.get(name, 0) for name in ("failed", "stale"))
     suite.at_most("episodes failed or stale", lost, "", 0)
 

@@ -115,10 +115,7 @@ class StudyWork:
         policy = self.folder / "start" / "policy"
         if not self._has_start() or (policy / "config.json").exists():
             return
-        command, *own = self.study.start
-        is_new = "sft.from_scratch=true" in own
-        named = () if is_new else self.study.overrides[:1]  # The policy to train.
-        words = merged(named, own)
+        command, *words = self.study.start_words()
         where = [f"run.dir={self.folder}", "run.name=start"]
         self.folder.mkdir(parents=True, exist_ok=True)
         argv = ["run.py", command, "--config", CONFIG, *where, *words]

@@ -49,6 +49,15 @@ class Study:
         """Return every run, seed by seed, so that a shortened study has all arms of some seeds."""
         return [self._run(arm, seed) for seed in self.seeds for arm in self.arms]
 
+    def start_words(self) -> list[str]:
+        """Return the command and the overrides that make the initial policy.
+
+        The first override of the study names the policy to train, unless a new one is made.
+        """
+        command, *own = self.start
+        named = () if "sft.from_scratch=true" in own else self.overrides[:1]
+        return [command, *merged(named, own)]
+
     def _run(self, arm: str, seed: int) -> PlannedRun:
         """Return one run of an arm."""
         plain = merged(merged(self.overrides, self.given), self.arms[arm])

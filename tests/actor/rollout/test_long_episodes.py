@@ -2,11 +2,13 @@
 
 import asyncio
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from actor.rollout.context import Turn
@@ -24,6 +26,7 @@ from tests.actor.toy_servers import serve
 
 NUM_TURNS = 1_000
 MAX_TOKENS = 1_500  # Context of the policy.
+MAX_GROWTH = 1.6  # Work that grows with the turns would grow by a factor of three.
 COLOURS = ("red", "green", "blue", "purple", "yellow", "grey")
 CONTEXTS = {
     "window": {"context": ContextKind.WINDOW, "context_turns": 4},
@@ -73,11 +76,13 @@ class Walker:
     def __init__(self, words: Words) -> None:
         self._words = words
         self.num_turns = self.longest = 0
+        self.worked_s: list[float] = []  # CPU time of the actor's thread before each turn.
         self.stop_at = 0
         self.stopped = asyncio.Event()
 
     async def generate(self, ids: Sequence[int], *, seed: int, **_: Any) -> Turn:
         self.num_turns += 1
+        self.worked_s.append(time.thread_time())
         if self.num_turns == self.stop_at:
             self.stopped.set()
         self.longest = max(self.longest, len(ids))
@@ -136,6 +141,18 @@ def url():
     app = make_app(sessions, registry, token=None, step_timeout_s=60.0)
     with serve(app, has_lifespan=True) as served:
         yield served
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_late_turn_takes_no_more_work_than_an_early_one(
+    url: str, tmp_path: Path, context: str
+) -> None:
+    words = Words()
+    walker = Walker(words)
+    asyncio.run(play(url, walker, words, [lease_of(0)], tmp_path, context))
+    per_hundred = np.diff(walker.worked_s[::100])  # [9] seconds
+    assert per_hundred[-3:].min() <= MAX_GROWTH * per_hundred[:3].min()
 
 
 @pytest.mark.slow

@@ -120,6 +120,13 @@ def test_arm_override_replaces_the_studys() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("name", "is_named"), [("horizon", True), ("horizon-long", False)])
+def test_start_names_the_policy_that_it_trains(name: str, is_named: bool) -> None:
+    words = read_study(name).start_words()
+    assert words[0] == "sft"
+    assert ("model.path=configs/policies/tiny" in words) == is_named
+
+
 @pytest.mark.parametrize("name", names())
 def test_every_arm_has_a_valid_configuration(name: str) -> None:
     study = read_study(name)
