@@ -219,7 +219,7 @@ def main(folder: str, number: str, turn_s: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class RoleSample:
     """The state of all roles at one time."""
 
     turn: float  # Turns that the engine sampled, for each episode.
@@ -231,7 +231,7 @@ class Sample:
 class LongEpisodes:
     """The course of all episodes up to the last acknowledgement."""
 
-    samples: list[Sample]  # Of the first actor.
+    samples: list[RoleSample]  # Of the first actor.
     num_sampled: int  # Turns of both engines.
     longest_prompt: int  # Tokens.
     blocked_s: float  # The longest delay of the event loop of the second actor.
@@ -248,7 +248,7 @@ class LongEpisodes:
         num = (late.turn - early.turn) * len(self.episodes)
         return (late.cpu_s[role] - early.cpu_s[role]) / num
 
-    def near(self, turn: float) -> Sample:
+    def near(self, turn: float) -> RoleSample:
         """Return the sample nearest to a turn."""
         return min(self.samples, key=lambda sample: abs(sample.turn - turn))
 
@@ -326,7 +326,7 @@ def measure(
         roles = {"hub": hub, "scheduler": scheduler, "intake": intake}
         own = ("-m", "benchmarks.long_episodes", str(run_dir.root))
         roles["actor"] = start("actor-0", *own, "0", str(turn_s))
-        samples: list[Sample] = []
+        samples: list[RoleSample] = []
 
         def has_reached(turn: float) -> bool:
             samples.append(_sample(run_dir, roles, num_episodes=num_episodes))
@@ -393,7 +393,7 @@ def _counted(run_dir: RunDir, name: str) -> tuple[int, int, float]:
     return (int(words[0]), int(words[1]), float(words[2])) if len(words) == 3 else (0, 0, 0.0)
 
 
-def _sample(run_dir: RunDir, roles: dict[str, ChildProcess], *, num_episodes: int) -> Sample:
+def _sample(run_dir: RunDir, roles: dict[str, ChildProcess], *, num_episodes: int) -> RoleSample:
     """Measure all roles, with their child processes."""
     turn = _counted(run_dir, "actor-0")[0] / num_episodes
     cpu_s: dict[str, float] = {}
@@ -403,7 +403,7 @@ def _sample(run_dir: RunDir, roles: dict[str, ChildProcess], *, num_episodes: in
         family = [process, *process.children(recursive=True)]
         cpu_s[name] = sum(sum(member.cpu_times()[:2]) for member in family)
         rss_bytes[name] = sum(member.memory_info().rss for member in family)
-    return Sample(turn=turn, cpu_s=cpu_s, rss_bytes=rss_bytes)
+    return RoleSample(turn=turn, cpu_s=cpu_s, rss_bytes=rss_bytes)
 
 
 def _ledger(run_dir: RunDir) -> dict[str, int]:
