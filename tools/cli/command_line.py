@@ -53,11 +53,19 @@ NAMES = [
     "help",
 ]
 # Suites that train. They accept key=value, including study.*, and --dry-run.
-STUDIES = ("algorithms", "staleness", "teacher", "horizon", "horizon-long", "peer", "peer-pretrained")
+STUDIES = (
+    "algorithms",
+    "staleness",
+    "teacher",
+    "horizon",
+    "horizon-long",
+    "peer",
+    "peer-pretrained",
+)
 SUITES = (
     "learner, pretrained, prefix-trees, partial-episodes, weights, delta, actor, scheduler,"
-    " transport, engines, envhub, end2end, tail, chaos, chaos-delta, chaos-adapters, chaos-short,"
-    " hostile, conformance, conformance-layouts, gpu, gpu-small, "
+    " transport, engines, envhub, long-episodes, end2end, tail, chaos, chaos-delta, chaos-adapters,"
+    " chaos-short, hostile, conformance, conformance-layouts, gpu, gpu-small, "
 ) + ", ".join(STUDIES)
 USUAL = "[--config NAME|FILE] [--dry-run] [key=value ...]"
 
