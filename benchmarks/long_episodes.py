@@ -237,7 +237,7 @@ class LongEpisodes:
     blocked_s: float  # The longest delay of the event loop of the second actor.
     continue_s: float  # Seconds from the start of the second actor to its first new turn.
     ledger: dict[str, int]
-    episodes: list[Trajectory]
+    episodes: list[Trajectory]  # Those of the killed actor.
     journal_bytes: int
     rss_at_end: dict[str, int]
     page_s: dict[str, float]  # CPU seconds of the dashboard's pages.
@@ -342,7 +342,7 @@ def measure(
         _await(lambda: _ledger(run_dir).get("trained", 0) >= num_episodes, roles)
         num_after, longest_after, blocked_s = _counted(run_dir, "actor-1")
         at_end = _sample(run_dir, roles, num_episodes=num_episodes)
-        episodes = [trajectory for _, trajectory in read_journal(run_dir.journal)]
+        arrived = [trajectory for _, trajectory in read_journal(run_dir.journal)]
         return LongEpisodes(
             samples=samples,
             num_sampled=num_killed + num_after,
@@ -350,7 +350,8 @@ def measure(
             blocked_s=blocked_s,
             continue_s=continue_s,
             ledger=_ledger(run_dir),
-            episodes=episodes,
+            # The scheduler issues others when these have ended.
+            episodes=[trajectory for trajectory in arrived if trajectory.attempt],
             journal_bytes=sum(path.stat().st_size for path in run_dir.journal.iterdir()),
             rss_at_end=at_end.rss_bytes,
             page_s=_read_pages(run_dir),
