@@ -22,6 +22,7 @@ ALLOWED = {  # file:function -> why no deadline of its own is needed
     "actor/agents/": "the episode has a deadline",
     "benchmarks/actor/": "a benchmark has the time limit of its command",
     "benchmarks/engines/": "a benchmark has the time limit of its command",
+    "benchmarks/long_episodes.py:": "a benchmark has the time limit of its command",
     "benchmarks/actor/bare.py:": "the task of the bare engine is done",
     "actor/engine/engine.py:generate": "the engine rests during a step; a revoked lease ends it",
     "actor/engine/start.py:": "the event of the thread is set before",
