@@ -4,7 +4,6 @@ import hashlib
 import importlib.util
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from common.errors import ConfigError
+from common.functions.process import place_of
 from common.repository import ROOT, working_directory
 
 
@@ -88,10 +88,8 @@ class ImportedFunction:
         try:
             return self.function(*arguments)
         except Exception as error:
-            frames = traceback.extract_tb(error.__traceback__)
-            last = frames[-1]
-            at = f" ({Path(last.filename).name}, line {last.lineno})" if len(frames) > 1 else ""
-            raise ConfigError(f"{self.where}: {type(error).__name__}: {error}{at}") from error
+            place = place_of(error, caller=__file__)
+            raise ConfigError(f"{self.where}: {type(error).__name__}: {error}{place}") from error
 
 
 def digests_of(functions: Iterable[ImportedFunction]) -> dict[str, str]:
@@ -121,14 +119,19 @@ def load_function(key: str, reference: str) -> ImportedFunction:
     except ConfigError:
         raise
     except Exception as error:
+        place = place_of(error, caller=__file__)
         raise ConfigError(
-            f"{where}: {name} cannot be loaded: {type(error).__name__}: {error}"
+            f"{where}: {name} cannot be loaded: {type(error).__name__}: {error}{place}"
         ) from error
     function = getattr(module, attribute, None)
     if not callable(function):
         names = [k for k, v in vars(module).items() if inspect.isfunction(v) and k[0] != "_"]
         listed = f"; it has {', '.join(names[:10])}" if names else ""
         raise ConfigError(f"{where}: {name} has no function {attribute!r}{listed}")
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{where}: it is asynchronous; write `def` in place of `async def`")
+    if inspect.isgeneratorfunction(function):
+        raise ConfigError(f"{where}: it is a generator; write `return` in place of `yield`")
     source = Path(module.__file__ or "")
     content = source.read_bytes() if source.is_file() else b""
     return ImportedFunction(

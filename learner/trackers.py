@@ -42,7 +42,7 @@ LIBRARIES = {  # Module and package of each tracker.
     TrackerName.MLFLOW: ("mlflow", "mlflow"),
     TrackerName.TRACKIO: ("trackio", "trackio"),
 }
-METHODS = ("send", "close")  # A tracker of the user has them.
+METHODS = {"send": ("step", "values"), "close": ()}  # Of a tracker, with their arguments.
 MAX_WAITING = 1_000  # Steps that wait for a slow tracker. Further ones are left out.
 CLOSE_S = 60.0
 READ_S = 30.0  # Maximum seconds of reading the journal for evaluations.
@@ -73,7 +73,7 @@ def check_trackers(
     for user in user_trackers(cfg.log):
         user.check_arguments("run_dir", "config")
         if inspect.isclass(user.function):
-            _check_tracker(user, user.function)
+            _check_tracker(user, user.function, bound=("self",))
         else:
             _check_opened(user, cfg)
     for name in cfg.log.to:
@@ -94,13 +94,27 @@ def user_trackers(cfg: LogSection) -> list[ImportedFunction]:
     return [load_function("log.to", name) for name in cfg.to if ":" in name]
 
 
-def _check_tracker(user: ImportedFunction, tracker: Any) -> None:
-    """Check that a tracker of the user has the methods. Raises: ConfigError."""
+def _check_tracker(user: ImportedFunction, tracker: Any, *, bound: tuple[str, ...] = ()) -> None:
+    """Check that a tracker of the user has the methods. Raises: ConfigError.
+
+    Args:
+        bound: arguments that an object passes to the methods of its class.
+    """
     if missing := [name for name in METHODS if not callable(getattr(tracker, name, None))]:
         raise ConfigError(
             f"{user.where}: its tracker has no method {' and no method '.join(missing)}; expected"
             " send(step, values) and close()"
         )
+    for name, arguments in METHODS.items():
+        method = getattr(tracker, name)
+        if inspect.iscoroutinefunction(method):
+            raise ConfigError(
+                f"{user.where}: {name} is asynchronous; write `def` in place of `async def`"
+            )
+        called = ImportedFunction(
+            key=user.key, reference=f"{user.reference}.{name}", function=method, sha256=user.sha256
+        )
+        called.check_arguments(*bound, *arguments)
 
 
 def _check_opened(user: ImportedFunction, cfg: RunConfig) -> None:

@@ -18,7 +18,7 @@ from common.host.child_process import ChildFailed, ChildProcess, wait_until_ende
 from common.memory import resident_bytes
 from common.repository import ROOT
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 15.0
 
 

@@ -24,6 +24,7 @@ import os
 import socket
 import struct
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -216,7 +217,8 @@ class Grader:
             reply = call()
         except BaseException as error:  # noqa: BLE001 - Code of the user may raise anything.
             trace = "".join(traceback.format_exception(error))[-MAX_TRACE_CHARS:]
-            reply = {"error": f"{type(error).__name__}: {error}", "trace": trace}
+            place = place_of(error, caller=__file__)
+            reply = {"error": f"{type(error).__name__}: {error}{place}", "trace": trace}
         self._calls.pop(number, None)
         self._send({"id": number, **reply})
 
@@ -235,7 +237,8 @@ class Grader:
             name = message["module"]
             if isinstance(error, ModuleNotFoundError) and _is_part(error.name, name):
                 return {**reply, "missing": error.name}
-            return {**reply, "refused": f"{name} fails: {type(error).__name__}: {error}"}
+            place = place_of(error, caller=__file__)
+            return {**reply, "refused": f"{name} fails: {type(error).__name__}: {error}{place}"}
 
     def _perform(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return the packed value of a call, its logged metrics, and its changes of the state."""
@@ -265,6 +268,25 @@ class Grader:
             changed = {k: v for k, v in after.items() if k not in before or before[k] != v}
             reply |= {"changed": changed, "removed": sorted(before.keys() - after.keys())}
         return reply
+
+
+def place_of(error: BaseException, *, caller: str) -> str:
+    """Return " (FILE, line N)": the innermost line of an error, outside of libraries if it can.
+
+    It is "" for an error of the call itself, such as a missing argument.
+
+    Args:
+        caller: file of the calling module, whose lines are left out.
+    """
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename != caller and not frame.filename.startswith("<frozen")
+    ]
+    libraries = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib"))
+    of_user = [frame for frame in frames if not frame.filename.startswith(libraries)]
+    last = (of_user or frames)[-1:]
+    return "".join(f" ({Path(frame.filename).name}, line {frame.lineno})" for frame in last)
 
 
 class FunctionRefused(Exception):

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-from common.errors import EnvTimeout
+from common.errors import EnvFailure, EnvTimeout
+from common.functions.process import place_of
 from envhub.env import ServiceDown, UnknownItem
 from envhub.errors import EnvRaised, ServicePaused
 
@@ -59,4 +60,6 @@ async def call_environment(
 def _failure(env_name: str, error: Exception) -> EnvRaised:
     """Return an environment's exception as EnvRaised, and log it."""
     logger.warning("environment raised an error env=%s", env_name, exc_info=error)
-    return EnvRaised(f"{env_name}: {type(error).__name__}: {error}")
+    # An EnvFailure is deliberate: its text has the cause.
+    place = "" if isinstance(error, EnvFailure) else place_of(error, caller=__file__)
+    return EnvRaised(f"{env_name}: {type(error).__name__}: {error}{place}")

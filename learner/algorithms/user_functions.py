@@ -25,8 +25,10 @@ from common.errors import ConfigError
 from common.user_code import ImportedFunction, load_function
 from common.wire.messages import EndReason, EpisodeKind, PolicyKind, Trajectory
 from learner.algorithms.interface import Estimator, GroupAdvantages, LossInputs, Surrogate, Weight
+from learner.policy.finite import is_finite
 
 CPU = torch.device("cpu")
+NUM_SHOWN = 8  # Numbers of a tensor in a message.
 SIZES = (4, 3)  # Tokens of the two sequences of the small batch.
 # Log-ratios of its tokens: small ones, as of a policy that has moved by one update.
 LOG_RATIOS = (0.0, 0.05, -0.05, 0.02, -0.02, 0.04, -0.03)
@@ -81,7 +83,7 @@ def user_surrogate(reference: str, cfg: AlgorithmSection, device: torch.device =
     user = load_function("algorithm.policy_loss", reference)
 
     def loss(inputs: LossInputs, cfg: AlgorithmSection) -> tuple[Tensor, Tensor]:
-        return _checked_loss(user, user.call(inputs, cfg), inputs.new_logprobs.shape)
+        return _checked_loss(user, user.call(inputs, cfg), inputs.new_logprobs)
 
     inputs = small_batch(cfg, device)
     keys = read_keys(cfg, lambda noting: _check_gradient(user, loss(inputs, noting)[0], inputs))
@@ -135,13 +137,24 @@ def _first_sequence(inputs: LossInputs) -> LossInputs:
     return replace(inputs, **cut, num_sequences=1, num_turns=max(TURNS[: SIZES[0]]) + 1)
 
 
-def _checked_loss(user: ImportedFunction, result: Any, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Return the loss and its bounds. Raises: ConfigError: one has a wrong type or shape."""
+def _checked_loss(
+    user: ImportedFunction, result: Any, new_logprobs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the loss and its bounds.
+
+    Raises: ConfigError: one has a wrong type or shape, or the loss is not finite though the
+        log-probabilities are.
+    """
+    shape = new_logprobs.shape
     loss: Any = result
     is_bound: Any = None
     if isinstance(result, tuple) and len(result) == 2:
         loss, is_bound = result
     _check_tensor(user, loss, shape, "one loss for each token")
+    if not is_finite(loss) and is_finite(new_logprobs):
+        raise ConfigError(
+            f"{user.where}: returned {_shown(loss)} for finite log-probabilities, not finite"
+        )
     if is_bound is None:
         return loss, torch.zeros_like(loss, dtype=torch.bool)
     _check_tensor(user, is_bound, shape, "one flag for each token as its second value")
@@ -160,6 +173,11 @@ def _check_tensor(user: ImportedFunction, value: Any, shape: torch.Size, wanted:
         )
 
 
+def _shown(values: Tensor) -> list[float]:
+    """Return the first numbers of a tensor, for messages."""
+    return values.detach()[:NUM_SHOWN].tolist()
+
+
 def _gradient(loss: Tensor, inputs: LossInputs) -> Tensor | None:
     """Return the gradient of the policy's log-probabilities; None: the loss has none."""
     if not loss.requires_grad:
@@ -170,8 +188,6 @@ def _gradient(loss: Tensor, inputs: LossInputs) -> Tensor | None:
 
 def _check_gradient(user: ImportedFunction, loss: Tensor, inputs: LossInputs) -> None:
     """Raise ConfigError if a loss of the small batch or its gradient is of no use."""
-    if not torch.isfinite(loss).all():
-        raise ConfigError(f"{user.where}: returned {loss.tolist()} on a small batch, not finite")
     gradient = _gradient(loss, inputs)
     if gradient is None or not gradient.any():
         raise ConfigError(
@@ -195,19 +211,19 @@ def user_weight(reference: str, cfg: AlgorithmSection, device: torch.device = CP
     ) -> Tensor:
         weights = user.call(log_rho, sequence_ids, num_sequences, cfg)
         _check_tensor(user, weights, log_rho.shape, "one weight for each token")
+        is_wrong = not is_finite(weights) or bool((weights < 0).any())
+        if is_wrong and is_finite(log_rho):
+            raise ConfigError(
+                f"{user.where}: returned {_shown(weights)} for log rho {_shown(log_rho)};"
+                " a weight is finite and >= 0"
+            )
         return weights.detach()
 
     batch = small_batch(cfg, device)
     sequences = (batch.sequence_ids, batch.num_sequences)
     log_rho = 20 * torch.tensor(LOG_RATIOS, device=device)
     keys = read_keys(cfg, lambda noting: weight(log_rho, *sequences, noting))
-    for log_ratios in (log_rho, torch.zeros_like(log_rho)):
-        weights = weight(log_ratios, *sequences, cfg)
-        if not torch.isfinite(weights).all() or (weights < 0).any():
-            raise ConfigError(
-                f"{user.where}: returned {weights.tolist()} for log rho {log_ratios.tolist()};"
-                " a weight is finite and >= 0"
-            )
+    weights = weight(torch.zeros_like(log_rho), *sequences, cfg)
     if not weights.any():
         raise ConfigError(f"{user.where}: its weight is 0 where rho is 1, so no token would train")
     is_mask = weights.dtype == torch.bool
@@ -300,7 +316,7 @@ def _as_advantages(
 ) -> GroupAdvantages:
     """Return the result of a function as advantages. Raises: ConfigError: it is wrong."""
     wanted = f"a number for each of the {len(members)} members, or [num_turns] for each"
-    parts = [torch.as_tensor(part).float() for part in result] if _is_many(result) else []
+    parts = _parts_of(user, result, wanted) if _is_many(result) else []
     if len(parts) != len(members):
         shown = f"{len(parts)} values" if _is_many(result) else type(result).__name__
         raise ConfigError(f"{user.where}: returned {shown}; expected {wanted}")
@@ -319,6 +335,14 @@ def _as_advantages(
             f" {wanted}"
         )
     return torch.zeros_like(rewards), [part.numpy() for part in parts]
+
+
+def _parts_of(user: ImportedFunction, result: Any, wanted: str) -> list[Tensor]:
+    """Return the parts of a result as tensors. Raises: ConfigError: one has no numbers."""
+    try:
+        return [torch.as_tensor(part).float() for part in result]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{user.where}: returned {result!r:.200}; expected {wanted}") from error
 
 
 def _is_many(result: Any) -> bool:

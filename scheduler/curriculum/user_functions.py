@@ -11,6 +11,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 from common.config.curriculum import CurriculumSection
@@ -64,6 +65,11 @@ class ItemDraw:
         return self.success_of(task, index)
 
 
+def _is_whole(value: Any) -> bool:
+    """Return whether a value is a whole number, also one of numpy."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def _saved(user: ImportedFunction, state: dict[str, Any]) -> str:
     """Return a state as JSON. Raises: ConfigError: it has another value."""
     try:
@@ -112,13 +118,13 @@ class HorizonFunction:
         user = self.user
         chosen = user.call(progress, self.section)
         first, last = policy.stages[0], policy.stages[-1]
-        if isinstance(chosen, bool) or not isinstance(chosen, int) or not first <= chosen <= last:
+        if not _is_whole(chosen) or not first <= chosen <= last:
             raise ConfigError(
                 f"{user.where}: returned {chosen!r:.100} after step {version}; expected a whole"
                 f" number from {first} to {last}, the first and the last of horizon.stages"
             )
         self.state = _saved(user, state)
-        return chosen
+        return int(chosen)
 
 
 @dataclass(slots=True)
@@ -163,14 +169,13 @@ class ItemFunction:
                 f" with one of the tasks {', '.join(num_of)}"
             )
         name, index = chosen
-        is_number = isinstance(index, int) and not isinstance(index, bool)
-        if not is_number or not 0 <= index < num_of[name]:
+        if not _is_whole(index) or not 0 <= index < num_of[name]:
             raise ConfigError(
                 f"{user.where}: returned the item {index!r:.100} of {name} for group {number};"
                 f" expected a whole number from 0 to {num_of[name] - 1}"
             )
         self.state = _saved(user, state)
-        return name, index
+        return name, int(index)
 
 
 def user_functions(cfg: RunConfig) -> list[ImportedFunction]:

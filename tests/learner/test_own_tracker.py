@@ -37,6 +37,11 @@ def wrong(run_dir, config): return Lines(config)
 class NoEnd(Lines):
     def close(self): raise RuntimeError("still open")
 def open_end(run_dir, config): return NoEnd(run_dir, config)
+class Waits(Lines):
+    async def send(self, step, values): pass
+class OnlyStep(Lines):
+    def send(self, step): pass
+def steps(run_dir, config): yield Lines(run_dir, config)
 class Failing(Lines):
     def send(self, step, values): raise OSError("no server")
 """
@@ -98,6 +103,9 @@ def test_failing_tracker_stops_no_run(
     [
         ("OneArgument", r"is called with \(run_dir, config\)"),
         ("NoClose", "its tracker has no method close; expected"),
+        ("Waits", "send is asynchronous; write `def`"),
+        ("OnlyStep", r"is called with \(self, step, values\)"),
+        ("steps", "is a generator; write `return`"),
         ("missing", "has no function 'missing'"),
         ("nothing", "its tracker has no method send and no method close"),
         ("wrong", "TypeError: "),

@@ -29,6 +29,7 @@ ENVS = (
     "textcraft",
     "babyai",
     "wordle",
+    "maze",
     "tests.actor.rollout.stubborn:make_spec",
 )
 ITEMS = {
@@ -37,6 +38,7 @@ ITEMS = {
     "textcraft": "depth2-train-4",
     "babyai": "GoToObjMazeS7-train-3",
     "wordle": "Common-train-3",
+    "maze": "DoubleT-train-3",
     "stubborn": "any-train-1",
     "changing": "any-train-1",
     "wild": "any-train-1",
@@ -54,6 +56,7 @@ WORDS = {
     ],
     "babyai": ["turn left", "turn right", "move forward", "go to red ball 1"],
     "wordle": ["c r a n e", "s l a t e", "w o r d s", "nothing"],
+    "maze": ["move up", "move down", "move left", "move right"],
     "stubborn": ["a", "b"],
     "changing": ["a", "b"],
     "wild": ["a", "b"],
@@ -208,7 +211,7 @@ def compared(trajectory: Trajectory | None) -> dict[str, Any]:
 
 KINDS = ["full", "window", "summary", "fold", "subagent", "plan"]
 CASES = [("recall", kind) for kind in KINDS] + [
-    (env, "full") for env in ("rooms", "textcraft", "babyai", "wordle", "stubborn")
+    (env, "full") for env in ("rooms", "textcraft", "babyai", "wordle", "maze", "stubborn")
 ]
 
 

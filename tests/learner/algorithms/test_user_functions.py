@@ -62,6 +62,12 @@ def deviation(rewards, members, cfg): return (rewards - rewards.mean()) / reward
 def nothing(rewards, members, cfg): return rewards * 0
 def alone(rewards, members, cfg): return rewards / (rewards * 0 + len(rewards) - 2)
 def too_few(rewards, members, cfg): return rewards[1:]
+def of_none(rewards, members, cfg): return [None] * len(members)
+def of_texts(rewards, members, cfg): return ["0.5"] * len(members)
+def far_log(inputs, cfg): return ppo(inputs, cfg) / (inputs.advantages < 5)
+def far_weight(log_rho, sequence_ids, num_sequences, cfg): return 2 - log_rho
+async def waits(rewards, members, cfg): return rewards - rewards.mean()
+def yields(rewards, members, cfg): yield from rewards - rewards.mean()
 def negative(log_rho, sequence_ids, num_sequences, cfg): return log_rho
 def removes_all(log_rho, sequence_ids, num_sequences, cfg): return log_rho != 0
 """
@@ -140,6 +146,14 @@ def test_own_weight_replaces_rho_and_own_mask_keeps_it(own: Callable[[str], str]
         ("advantage", "deviation", r"nan.* for the rewards \[1.0, 1.0, 1.0, 1.0\], not finite"),
         ("advantage", "nothing", "every advantage is 0"),
         ("advantage", "too_few", "returned 3 values; expected a number for each of the 4 members"),
+        (
+            "advantage",
+            "of_none",
+            r"returned \[None, None, None, None\]; expected a number for each",
+        ),
+        ("advantage", "of_texts", "returned .'0.5', .*; expected a number for each"),
+        ("advantage", "waits", "is asynchronous; write `def`"),
+        ("advantage", "yields", "is a generator; write `return`"),
         ("advantage", "alone", r"returned \[nan, inf\] for the rewards \[0.0, 1.0\], not finite"),
         ("correction", "negative", "a weight is finite and >= 0"),
         ("correction", "removes_all", "its weight is 0 where rho is 1"),
@@ -153,6 +167,19 @@ def test_wrong_function_is_refused_with_its_key(
     with pytest.raises(ConfigError, match=part) as refused:
         table.check(cfg, min_size=2)
     assert str(refused.value).startswith(f"algorithm.{key}={own(name)}: ")
+
+
+def test_value_that_becomes_wrong_during_training_is_named(own: Callable[[str], str]) -> None:
+    named: dict[str, Any] = {"policy_loss": own("far_log"), "correction": own("far_weight")}
+    cfg = AlgorithmSection(**named)
+    inputs = small_batch(cfg, CPU)
+    scope = Denominator(num_tokens=7, num_sequences=2)
+    assert policy_loss(inputs, scope, cfg)[0].isfinite()
+    with pytest.raises(ConfigError, match=r"far_log: returned .*inf.* for finite log-prob"):
+        policy_loss(replace(inputs, advantages=inputs.advantages * 9), scope, cfg)
+    weight = table.weight_of(cfg).weight
+    with pytest.raises(ConfigError, match=r"far_weight: returned \[-1.0\] for log rho \[3.0\]"):
+        weight(torch.tensor([3.0]), torch.zeros(1, dtype=torch.long), 1, cfg)
 
 
 def test_missing_module_is_named() -> None:

@@ -263,7 +263,7 @@ def test_messages_of_several_turns_lose_the_marks_of_the_template() -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("fails", "ZeroDivisionError: no pair"),
+        ("fails", "ZeroDivisionError: no pair (compare.py, line "),
         ("is_short", "returned 1 numbers for a group of 2 finished members"),
         ("is_nan", "returned nan for member 0, which is not finite"),
         ("is_text", "returned 'good' for member 0, which is not a number"),

@@ -15,12 +15,15 @@ from scheduler.state import restore, save
 from tests.in_process import carry_out
 
 OWN = """
+import numpy as np
+
 def grow(progress, cfg):
     "One more after each solved step."
     progress.state["num"] = progress.state.get("num", 0) + 1
     solved = sum(step.num_solved == step.num_episodes for step in progress.steps)
     return min(progress.stages[0] + solved, progress.stages[-1])
 
+def of_numpy(progress, cfg): return np.int64(progress.stages[-1])
 def calls(progress, cfg): return progress.stages[0] + progress.state.setdefault("a", [1])[0]
 def two_arguments_more(progress, cfg, a, b): return 4
 def text(progress, cfg): return "4"
@@ -67,6 +70,11 @@ def test_function_chooses_after_each_step(own: str) -> None:
         horizon.step(seen(version, num_solved))
         stamps.append((horizon.stamp.horizon, horizon.stamp.stage))
     assert stamps == [(4, 0), (5, 0), (6, 1), (6, 1)]
+
+
+def test_whole_number_of_numpy_is_a_horizon(own: str) -> None:
+    horizon = horizon_of(f"{own}:of_numpy").stamp.horizon
+    assert (horizon, type(horizon)) == (6, int)
 
 
 def test_resumed_horizon_equals_one_that_never_stopped(own: str) -> None:

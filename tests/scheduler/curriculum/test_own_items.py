@@ -19,6 +19,8 @@ from scheduler.state import restore, save
 from tests.in_process import carry_out
 
 OWN = """
+import numpy as np
+
 def in_turn(draw, cfg):
     "The items of all tasks in turn."
     number = draw.state["next"] = draw.state.get("next", -1) + 1
@@ -34,6 +36,7 @@ def anything(draw, cfg):
     task = draw.random.choice(draw.tasks)
     return task.name, draw.random.randrange(task.num_items)
 
+def of_numpy(draw, cfg): return draw.tasks[0].name, np.int64(2)
 def number_only(draw, cfg): return 3
 def other_task(draw, cfg): return "maze/none", 3
 def beyond(draw, cfg): return draw.tasks[0].name, draw.tasks[0].num_items
@@ -73,6 +76,10 @@ def test_function_chooses_the_item_of_each_group(own: str) -> None:
     expected = ["easy-train-0", "long-train-0", "easy-train-1", "long-train-1", "easy-train-2"]
     assert ids(mixture, range(5)) == expected
     assert mixture.report()["kind"] == f"{own}:in_turn"
+
+
+def test_whole_number_of_numpy_is_an_item(own: str) -> None:
+    assert ids(mixture_of(f"{own}:of_numpy"), range(1)) == ["easy-train-2"]
 
 
 def test_resumed_curriculum_continues_with_its_state(own: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
+from common.repository import ROOT
 from common.store.run_dir import RunDir
 from learner.journal.index import FLOATS, INTS, NAMES, EpisodeRows
 from tools.dashboard.reading.rows import page
@@ -107,13 +108,13 @@ Source = RunSource | ConversationFile
 
 
 def find_run(word: str, *, runs: Path) -> Path:
-    """Return the folder of a run, given its name or path.
+    """Return the folder of a run, given its name or path. A relative path may begin at `ROOT`.
 
     Without a training run of this name, it is the newest part: an evaluation, for example.
 
     Raises: ConfigError: there is no such run; lists the runs that exist.
     """
-    for path in (runs / word, Path(word)):
+    for path in (runs / word, Path(word), ROOT / word):
         if is_run(path):
             return path.resolve()
         if parts := parts_of(path):

@@ -231,7 +231,7 @@ def test_error_of_a_function_has_its_place(tmp_path: Path) -> None:
     function = load_function("reward", f"{tmp_path}/own.py:f")
     caller = Caller([function])
     try:
-        with pytest.raises(EnvFailure, match=r"^KeyError: 'unit'$") as caught:
+        with pytest.raises(EnvFailure, match=r"^KeyError: 'unit' \(\w+\.py, line \d+\)$") as caught:
             run(caller.call(function, {"record": {}}, timeout_s=9.0))
     finally:
         caller.close()

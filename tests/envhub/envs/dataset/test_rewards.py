@@ -168,7 +168,7 @@ def test_wrong_reward_is_refused_before_the_start(tmp_path: Path, reward: Any, w
 def test_failing_module_is_refused_with_its_error(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("x = 1 / 0\n", encoding="utf-8")
     (line,) = check(make(tmp_path, reward=f"{tmp_path}/broken.py:f"))
-    assert line.endswith("broken.py fails: ZeroDivisionError: division by zero")
+    assert line.endswith("broken.py fails: ZeroDivisionError: division by zero (broken.py, line 1)")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,118 @@
+"""Laws of episodes whose hub process is killed: another hub continues them, token for token."""
+
+import asyncio
+import importlib.util
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from actor.rollout.hubs import Hubs
+from actor.rollout.pool import EpisodePool
+from actor.rollout.recording import Recordings
+from benchmarks.envhub.hub import ServiceProcess, hub_process
+from common.config.actor import ActorSection
+from common.wire.messages import HubPlace, Trajectory
+from tests.actor.rollout.test_recording import (
+    ITEMS,
+    WORDS,
+    Box,
+    PlainLetters,
+    SeededEngine,
+    compared,
+    lease_of,
+    options_of,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+KILLED_AT = 5  # The turn before which the hub is killed.
+PLAY_S = 300.0
+DATASET = (
+    "data.train=docs/examples/dataset/questions.jsonl",
+    "data.eval_size=2",
+    "data.step=docs/examples/dataset/grade.py:hint",
+    "data.max_turns=9",
+    "reward=docs/examples/dataset/grade.py:is_right",
+)
+# Environments in worker processes, whose sessions end with their hub.
+ENVS = (
+    "searchqa",
+    "sciworld",
+    "dataset",
+    *["textworld"] * bool(importlib.util.find_spec("textworld")),
+)
+ITEMS |= {
+    "searchqa": "nq-train-3",
+    "sciworld": "Find-train-3",
+    "dataset": "data-train-3",
+    "textworld": "coin_collector-train-3",
+}
+WORDS |= {
+    "searchqa": [f"<search>the founder of {name}</search>" for name in ("Avel", "Brun", "Cor")],
+    "sciworld": ["look around", "inventory", "open door to kitchen", "go to kitchen", "wait1"],
+    "dataset": ["no idea", "perhaps Rome or not", "a guess"],
+    "textworld": ["look", "inventory", "go north", "go south", "go east", "go west"],
+}
+
+
+async def play(places: list[HubPlace], engine: SeededEngine, env: str) -> Trajectory:
+    """Play an episode at the hubs that `places` has at the time."""
+    cfg = ActorSection(env_timeout_s=120.0, **options_of("full"))
+    hubs = Hubs(lambda: list(places), cfg, style="compact")
+    await hubs.start()
+    box = Box()
+    parts: dict[str, Any] = {"engine": engine, "renderer": PlainLetters(), "delivery": box}
+    episodes = EpisodePool(
+        cfg, actor="a", environments=hubs, rounds=None, recordings=Recordings(None), **parts
+    )
+    episodes.start([replace(lease_of(env), deadline_s=PLAY_S)])
+    try:
+        async with asyncio.timeout(PLAY_S):
+            while episodes.running_ids and not episodes.failed.done():
+                await asyncio.sleep(0.01)
+        if episodes.failed.done():
+            raise episodes.failed.exception() or AssertionError
+    finally:
+        await episodes.cancel_all()
+        await hubs.close()
+    (played,) = box.taken
+    played.metrics.pop("reward_s", None)  # A time.
+    return played
+
+
+def place_of(hub: ServiceProcess, envs: Sequence[str]) -> HubPlace:
+    return HubPlace(url=hub.target.url, token=hub.target.token, envs=list(envs))
+
+
+@pytest.fixture(scope="module")
+def survivor() -> Iterator[ServiceProcess]:
+    """A hub that lives as long as the tests."""
+    with hub_process(ENVS, overrides=DATASET) as hub:
+        yield hub
+
+
+@pytest.mark.parametrize("env", ENVS)
+def test_episode_of_a_killed_hub_continues_at_another_one(
+    survivor: ServiceProcess, env: str
+) -> None:
+    sampled, engine = SeededEngine(env), SeededEngine(env)
+    other = place_of(survivor, ENVS)
+    whole = asyncio.run(play([other], sampled, env))
+    with hub_process([env], overrides=DATASET if env == "dataset" else ()) as hub:
+        places = [place_of(hub, [env])]
+
+        def kill(turn: int) -> None:
+            if turn == KILLED_AT:
+                os.kill(hub.process.pid, signal.SIGKILL)
+                places[:] = [other]
+
+        engine.before_turn = kill
+        again = asyncio.run(play(places, engine, env))
+    assert compared(again) == compared(whole)
+    assert whole.num_turns > KILLED_AT
+    assert whole.error == ""
+    assert engine.num_turns == sampled.num_turns  # No turn is sampled twice.
