@@ -16,6 +16,7 @@ from tools.cli.command_line import STUDIES, ParsedCommand, version_text
 Measure = Callable[[Suite], None]  # It runs the checks of a suite.
 CONFORMANCE = "conformance"
 LAYOUTS = "conformance-layouts"
+SAVED = "saved-states"
 PRETRAINED = "pretrained"  # The suite of a model on disk, which accepts key=value.
 SUITES = {  # Name on the command line: module and function.
     "learner": "learner.suite:run_suite",
@@ -29,6 +30,7 @@ SUITES = {  # Name on the command line: module and function.
     "transport": "transport:run_suite",
     "engines": "engines.suite:run_suite",
     "envhub": "envhub.suite:run_suite",
+    SAVED: "envhub.saved:run_suite",
     "long-episodes": "long_episodes:run_suite",
     "end2end": "end_to_end:run_suite",
     "tail": "end_to_end:run_tail",
@@ -41,7 +43,7 @@ SUITES = {  # Name on the command line: module and function.
     LAYOUTS: "conformance.suite:run_layouts",
 }
 GPU_SUITES = {"gpu": "gpu", "gpu-small": "small"}  # Suite of the device checks: their sizes.
-WITH_ONLY = (*GPU_SUITES, CONFORMANCE, LAYOUTS)  # Suites that accept --only.
+WITH_ONLY = (*GPU_SUITES, CONFORMANCE, LAYOUTS, SAVED)  # Suites that accept --only.
 
 
 def bench(request: ParsedCommand) -> int:

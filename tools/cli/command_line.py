@@ -64,8 +64,8 @@ STUDIES = (
 )
 SUITES = (
     "learner, pretrained, prefix-trees, partial-episodes, weights, delta, actor, scheduler,"
-    " transport, engines, envhub, long-episodes, end2end, tail, chaos, chaos-delta, chaos-adapters,"
-    " chaos-short, hostile, conformance, conformance-layouts, gpu, gpu-small, "
+    " transport, engines, envhub, saved-states, long-episodes, end2end, tail, chaos, chaos-delta,"
+    " chaos-adapters, chaos-short, hostile, conformance, conformance-layouts, gpu, gpu-small, "
 ) + ", ".join(STUDIES)
 USUAL = "[--config NAME|FILE] [--dry-run] [key=value ...]"
 

@@ -38,13 +38,9 @@ DATASET = (
     "data.max_turns=9",
     "reward=docs/examples/dataset/grade.py:is_right",
 )
+HAS_TEXTWORLD = importlib.util.find_spec("textworld") is not None
 # Environments in worker processes, whose sessions end with their hub.
-ENVS = (
-    "searchqa",
-    "sciworld",
-    "dataset",
-    *["textworld"] * bool(importlib.util.find_spec("textworld")),
-)
+ENVS = ("searchqa", "sciworld", "dataset", *["textworld"] * HAS_TEXTWORLD)
 ITEMS |= {
     "searchqa": "nq-train-3",
     "sciworld": "Find-train-3",

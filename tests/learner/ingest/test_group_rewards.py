@@ -19,10 +19,16 @@ from common.errors import ConfigError, LongstrideError
 from common.formats.chat_template import render_chat
 from common.functions.process import pack
 from common.repository import ROOT
+from common.user_code import changed_functions
 from common.wire.codec import decode, encode
 from common.wire.messages import EndReason, GroupArrived, Trajectory
 from learner.ingest.buffer import GroupAssembly
-from learner.ingest.group_rewards import GroupRewarder, MemberTexts, load_group_rewards
+from learner.ingest.group_rewards import (
+    GroupRewarder,
+    MemberTexts,
+    group_reward_digests,
+    load_group_rewards,
+)
 from learner.objective.advantages import group_has_signal, samples_of
 from learner.recovery.resume import groups_of
 from learner.recovery.reward_log import GroupReward, RewardLog, read_group_rewards, rewarded
@@ -436,6 +442,16 @@ def test_wrong_configuration_is_named(functions: Path, reward: Any, text: str) -
     with pytest.raises(ConfigError, match=r"groups\.reward") as error:
         load_group_rewards(GroupsSection(reward=placed(reward)))
     assert text in str(error.value)
+
+
+def test_changed_file_of_a_function_is_named_at_a_resume(functions: Path) -> None:
+    cfg = GroupsSection(reward={"order": f"{functions}:rank"})
+    before = group_reward_digests(cfg)
+    assert changed_functions(before, group_reward_digests(cfg)) == []
+    functions.write_text(f"{FUNCTIONS}# Another version.\n", encoding="utf-8")
+    (line,) = changed_functions(before, group_reward_digests(cfg))
+    start = f"groups.reward.order={functions}:rank: its file has changed: sha256 was "
+    assert line.startswith(start)
 
 
 def test_group_of_one_member_has_nothing_to_compare() -> None:
