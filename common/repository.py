@@ -18,6 +18,8 @@ STARTED_FROM = "LONGSTRIDE_STARTED_FROM"
 # Variable with the name of the program for child processes, if it is the console script.
 STARTED_AS = "LONGSTRIDE_STARTED_AS"
 SCRIPT = re.compile(r"(?<![\w./-])(?:(?:\.venv/bin/)?python )?run\.py(?![\w/-]|\.\w)")
+# In the second form, one extra contains all that is missing.
+SETUP = re.compile(r"`make setup`(?: \(the extra `(?P<extra>[\w-]+)`\))?")
 
 CODE = Path(__file__).resolve().parents[1]  # The folder of run.py and configs/.
 IS_CHECKOUT = (CODE / "pyproject.toml").is_file()
@@ -41,12 +43,19 @@ def with_program_name(text: str) -> str:
     """Return a text with the program's name as it was started, in place of `python run.py`.
 
     The texts of the product name the script of a checkout. An installed package has the console
-    script, and no `make setup`.
+    script, and extras instead of `make setup`.
     """
     if IS_CHECKOUT and os.environ.get(STARTED_AS) != NAME:
         return text
     named = SCRIPT.sub(NAME, text)
-    return named if IS_CHECKOUT else named.replace("`make setup`", f"`pip install {NAME}`")
+    return named if IS_CHECKOUT else SETUP.sub(_install_of_extra, named)
+
+
+def _install_of_extra(setup: re.Match[str]) -> str:
+    """Return the command that installs an extra; pip takes the package itself as installed."""
+    if extra := setup["extra"]:
+        return f"`pip install '{NAME}[{extra}]'`"
+    return f"`pip install '{NAME}[cpu]'` (with a GPU: `[gpu]`)"
 
 
 def working_directory() -> Path:

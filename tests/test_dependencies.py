@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from common.config.load import load_config
 from common.repository import ROOT
 from tests.syntax_trees import nodes_of
 
@@ -130,12 +131,21 @@ def test_imported_package_is_declared_where_it_belongs() -> None:
     } == {}
 
 
+def test_quickstart_needs_no_extra_but_the_engine() -> None:
+    names = {
+        task.env for config in ("quickstart", "smoke") for task in load_config(config, []).tasks
+    }
+    paths = [path for name in names for path in (ROOT / "envhub/envs" / name).rglob("*.py")]
+    assert paths
+    assert imported(paths).keys() - declared() == set()
+
+
 @pytest.mark.slow
 def test_declared_package_is_imported() -> None:
     core = imported(sources(environments=False)).keys()
     envs = imported(sources(environments=True)).keys() - core
     tests = imported(outside_the_wheel()).keys()
-    assert declared() - core - BY_NAME.keys() == set()
+    assert declared() - core - imported(sources(environments=True)).keys() - BY_NAME.keys() == set()
     trackers = imported([TRACKERS]).keys()
     assert declared("trackers") - declared() - trackers - BY_NAME.keys() == set()
     assert declared("envs") - declared() - envs - BY_NAME.keys() == set()

@@ -122,6 +122,8 @@ def test_installed_command_works_in_any_folder(script: Path, tmp_path: Path) -> 
     shipped = script.parents[1].resolve()
     path = next(line for line in dry.splitlines() if line.startswith("  path: "))
     assert path.partition(": ")[2].startswith(str(shipped))
+    problems = next(line for line in dry.splitlines() if line.endswith("code/train.jsonl"))
+    assert Path(problems.partition(": ")[2]).is_file(), "a default has the folder, too"
     for words in (["--help"], ["help", "learner.lr"], ["help"], ["show", "--help"]):
         text = output_of(script, *words, folder=tmp_path)
         assert "run.py" not in text

@@ -92,7 +92,7 @@ def _loaded(
     settings: Tree, overrides: Sequence[str], *, is_dry: bool, schema: type[Config]
 ) -> Config:
     """Return the configuration with the settings of files, then overrides."""
-    tree = _merged(default_tree(schema), settings)
+    tree = _merged(with_base(default_tree(schema)), settings)
     tree, seen = _apply_overrides(tree, overrides, schema=schema)
     tree = _resolved(tree, schema=schema) if _refers(tree) else copy.deepcopy(tree)
     _derive(tree, is_dry=is_dry)

@@ -32,7 +32,6 @@ from common.text import counted
 from common.wire.access.bounds import shown
 from envhub.env import EnvFailure, action_text
 from envhub.interop.texts import SUCCESS_KEYS, ActionResult, BadAction, reported_truth
-from envhub.interop.yaml_environments import optional_package
 
 MAX_DIGITS = 30  # Maximum digits of a whole number, which covers every space.
 WHOLE = re.compile(r"([+-]?)0*(\d*)(?:\.0*)?")  # \d matches the decimal digits of every script.
@@ -323,7 +322,8 @@ class GymnasiumGame:
 
     def __init__(self, name: str) -> None:
         """Create the environment. Raises: ConfigError: no such environment, or no text actions."""
-        gymnasium = optional_package("gymnasium", "envs")
+        import gymnasium  # The import takes a while, and other libraries' games need none.
+
         try:
             self._env: Any = gymnasium.make(name)
         except gymnasium.error.Error as error:

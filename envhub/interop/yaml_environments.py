@@ -106,8 +106,7 @@ def optional_package(name: str, extra: str) -> ModuleType:
     try:
         return import_module(name)
     except ImportError as error:
-        remedy = f"pip install {PACKAGES[extra]}" if extra in PACKAGES else "make setup"
-        of_extra = f" (the extra `{extra}`)" if extra in PACKAGES else ""
         raise ConfigError(
-            f"{name}: the Python package is missing; install it with `{remedy}`{of_extra}"
+            f"{name}: the Python package is missing; install it with"
+            f" `pip install {PACKAGES[extra]}` (the extra `{extra}`)"
         ) from error

@@ -30,6 +30,14 @@ def test_script_of_a_checkout_keeps_its_name(monkeypatch: pytest.MonkeyPatch) ->
     assert [with_program_name(text) for text in TEXTS] == [*TEXTS]
 
 
+def test_installed_package_names_extras_instead_of_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repository, "IS_CHECKOUT", False)
+    text = with_program_name("needs playwright: `make setup` (the extra `web`)")
+    assert text == "needs playwright: `pip install 'longstride[web]'`"
+    text = with_program_name("run `make setup`, which installs")
+    assert text == "run `pip install 'longstride[cpu]'` (with a GPU: `[gpu]`), which installs"
+
+
 def test_command_notes_the_console_script_for_its_children(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

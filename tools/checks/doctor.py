@@ -20,7 +20,7 @@ from common.host import machine
 from common.host.cgroups import cores_here
 from common.host.loopback import family_of, loopback
 from common.host.machine import GIB, TilePermission, request_tiles
-from common.repository import CODE, ROOT
+from common.repository import CODE, ROOT, with_program_name
 from common.text import counted
 from common.wire.addresses import bracketed
 from tools.checks.environments import examine_environments, missing_for
@@ -45,7 +45,6 @@ _PACKAGES = (
     "huggingface-hub",
     "torchao",
     "numpy",
-    "ray",
     "pyzmq",
     "fastapi",
     "omegaconf",
@@ -92,7 +91,7 @@ def doctor(request: ParsedCommand) -> int:
 
 def _print_table(checks: Sequence[Check], *below: str) -> int:
     """Print the checks and further lines; return 1 if a required check fails."""
-    print("\n".join([format_checks(checks), *below]))
+    print(with_program_name("\n".join([format_checks(checks), *below])))
     return 1 if any(each.remedy and not each.is_optional for each in checks) else 0
 
 
@@ -229,6 +228,7 @@ def _examine_versions() -> list[Check]:
     lock = "requirements-gpu.lock" if machine.has_cuda() else "requirements-cpu.lock"
     pinned = pinned_versions(CODE / lock)
     checks += [examine_package(names.split("|"), pinned) for names in _PACKAGES]
+    checks.append(examine_package(["ray"], pinned, extra="ray"))
     result = ", ".join(f"{g.name} {g.memory_bytes / GIB:.0f} GiB" for g in machine.gpus())
     checks.append(Check(what="gpu", result=result or "none; a run uses the CPU", remedy=""))
     return checks
@@ -246,19 +246,21 @@ def format_checks(checks: Sequence[Check]) -> str:
     return "\n".join(lines)
 
 
-def examine_package(names: Sequence[str], pinned: Mapping[str, str]) -> Check:
+def examine_package(names: Sequence[str], pinned: Mapping[str, str], *, extra: str = "") -> Check:
     """Return the installed version of a package beside the pinned one.
 
     Args:
         names: alternative names of its distribution.
         pinned: version of each package in the lock file; a missing one is not compared.
+        extra: extra that contains the package; "" for a package that every run needs.
     """
     wanted = next((pinned[name] for name in names if name in pinned), "")
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return _compare_version(name, importlib.metadata.version(name), wanted)
     result = f"missing (pinned: {wanted})" if wanted else "missing"
-    return Check(what=names[0], result=result, remedy="run `make setup`")
+    remedy = f"run `make setup`{f' (the extra `{extra}`)' if extra else ''}"
+    return Check(what=names[0], result=result, remedy=remedy, is_optional=bool(extra))
 
 
 def _compare_version(name: str, version: str, wanted: str) -> Check:

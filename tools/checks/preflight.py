@@ -93,10 +93,7 @@ def _check_extras(cfg: RunConfig) -> None:
             " (the extra `ray`)"
         )
     if on_this_machine(cfg).actor.num_actors and find_spec("vllm") is None:
-        raise ConfigError(
-            "the engine needs the package vllm. `make setup` installs it (the extra `gpu`,"
-            " or `cpu` without a GPU)"
-        )
+        raise ConfigError("the engine needs the package vllm, which `make setup` installs")
 
 
 def on_this_machine(cfg: RunConfig) -> RunConfig:
