@@ -91,7 +91,7 @@ system: $(STAMP)
 	fi
 
 release: $(STAMP)
-	@$(VENV)/bin/python .ci/release $(VERSION)
+	@$(VENV)/bin/python .ci/release "$(VERSION)" $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

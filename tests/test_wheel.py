@@ -80,37 +80,101 @@ def test_wheel_has_each_file_of_the_packages(wheel: Path) -> None:
     assert missing == set()
 
 
-@pytest.mark.slow
-@pytest.mark.long
-def test_release_has_its_version_in_tag_changelog_and_both_packages(
-    wheel: Path, tmp_path: Path
-) -> None:
-    clone = tmp_path / "clone"
-    subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Clone the repository, with the files of this tree that make a release."""
+    folder = tmp_path_factory.mktemp("release") / "clone"
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
     for name in (".ci/release", "pyproject.toml", "CHANGELOG.md"):
-        (clone / name).write_bytes((ROOT / name).read_bytes())
-    author = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
-    commit = ["git", "-C", str(clone), *author, "commit", "-qam", "tree", "--allow-empty"]
-    subprocess.run(commit, check=True)
+        (folder / name).write_bytes((ROOT / name).read_bytes())
+    commit = ["git", "-C", str(folder), "commit", "-qam", "tree", "--allow-empty"]
+    subprocess.run(commit, env=environment_of(folder), check=True)
+    return folder
+
+
+def environment_of(clone: Path) -> dict[str, str]:
+    """Return the environment of a release, whose docker fails and whose podman notes its words."""
+    tools = clone.parent / "tools"
+    tools.mkdir(exist_ok=True)
+    (tools / "docker").write_text("#!/bin/sh\nexit 1\n", encoding="utf-8")
+    note = f'#!/bin/sh\necho "$PWD" "$@" >> {tools}/words\n'
+    (tools / "podman").write_text(note, encoding="utf-8")
+    for program in ("docker", "podman"):
+        (tools / program).chmod(0o755)
     names = {
         f"GIT_{who}_{what}": "a" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
     }
-    no_containers = {**os.environ, **names, "PATH": f"{tmp_path}:/usr/bin:/bin"}
-    for program in ("docker", "podman"):
-        (tmp_path / program).write_text("#!/bin/sh\nexit 1\n", encoding="utf-8")
-        (tmp_path / program).chmod(0o755)
-    command = [sys.executable, str(clone / ".ci" / "release"), "7.8.9"]
-    subprocess.run(command, env=no_containers, check=True, timeout=TIMEOUT_S)
+    return {**os.environ, **names, "PATH": f"{tools}:/usr/bin:/bin"}
+
+
+def release(clone: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run the command of `make release` in a clone."""
+    return subprocess.run(
+        [sys.executable, str(clone / ".ci" / "release"), *words],
+        env=environment_of(clone),
+        capture_output=True,
+        encoding="utf-8",
+        timeout=TIMEOUT_S,
+    )
+
+
+def git(clone: Path, *words: str) -> str:
+    """Return the output of git in a clone."""
+    return subprocess.check_output(["git", "-C", str(clone), *words], encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_release_refuses_a_changed_tree_by_the_names_of_its_files(clone: Path) -> None:
+    (clone / "run.py").write_text("", encoding="utf-8")
+    done = release(clone, "7.8.9")
+    git(clone, "checkout", "-q", "run.py")
+    assert done.returncode == 1
+    assert done.stderr == "the tree has changes that are not committed:\n M run.py\n"
+    assert git(clone, "tag") == ""
+    assert release(clone, "7.8").stderr.startswith("usage: make release VERSION=")
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_release_that_cannot_be_built_leaves_the_tree_as_it_was(clone: Path) -> None:
+    (clone / "pyproject.toml").write_text('version = "0.1.0"\n[project]\n', encoding="utf-8")
+    commit = ["git", "-C", str(clone), "commit", "-qam", "broken"]
+    subprocess.run(commit, env=environment_of(clone), check=True)
+    done = release(clone, "7.8.9")
+    assert done.returncode == 1
+    assert git(clone, "status", "--porcelain", "--untracked-files=no") == ""
+    assert git(clone, "tag") == ""
+    git(clone, "reset", "-q", "--hard", "HEAD~1")
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_release_has_its_version_in_tag_changelog_packages_and_images(
+    wheel: Path, clone: Path, tmp_path: Path
+) -> None:
+    leftover = clone / "build" / "lib" / "actor" / "removed.py"
+    leftover.parent.mkdir(parents=True)
+    leftover.write_text("", encoding="utf-8")
+    done = release(clone, "7.8.9", "--build-arg", "BASE=mirror/debian:12")
+    assert done.returncode == 0, done.stderr
     assert "## [7.8.9] - 20" in (clone / "CHANGELOG.md").read_text(encoding="utf-8")
-    tags = subprocess.check_output(["git", "-C", str(clone), "tag"], encoding="utf-8")
-    assert tags.split() == ["v7.8.9"]
+    assert git(clone, "tag").split() == ["v7.8.9"]
+    assert git(clone, "status", "--porcelain") == ""
     source = clone / "dist" / "longstride-7.8.9.tar.gz"
     options = ["--no-deps", "--no-build-isolation", "--disable-pip-version-check", "-q"]
     command = [sys.executable, "-m", "pip", "wheel", *options, "-w", str(tmp_path), str(source)]
     subprocess.run(command, check=True, timeout=TIMEOUT_S)
     of_tree = {name for name in contents(wheel) if "dist-info" not in name}
-    assert of_tree <= contents(clone / "dist" / "longstride-7.8.9-py3-none-any.whl")
+    of_release = contents(clone / "dist" / "longstride-7.8.9-py3-none-any.whl")
+    assert of_tree <= of_release
+    assert "actor/removed.py" not in of_release
     assert of_tree <= contents(tmp_path / "longstride-7.8.9-py3-none-any.whl")
+    noted = (clone.parent / "tools" / "words").read_text(encoding="utf-8").splitlines()
+    folders, words = zip(*(line.split(" ", 1) for line in noted), strict=True)
+    build = "build --build-arg BASE=mirror/debian:12 --target {0} --tag longstride:7.8.9-{0} ."
+    assert words == ("info", build.format("cpu"), build.format("cuda"))
+    assert str(clone) not in folders, "leftovers of a checkout would be in the image"
 
 
 @pytest.mark.slow
