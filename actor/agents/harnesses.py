@@ -154,7 +154,10 @@ def _opencode_files(access: PolicyAccess) -> dict[str, str]:
         "small_model": f"longstride/{MODEL}",
         "share": "disabled",
         "autoupdate": False,
-        "permission": {"edit": "allow", "bash": "allow", "webfetch": "deny"},
+        "permission": {
+            **dict.fromkeys(("edit", "bash", "external_directory"), "allow"),
+            "webfetch": "deny",
+        },
     }
     return {".config/opencode/opencode.json": json.dumps(config)}
 
