@@ -39,6 +39,7 @@ class SampledText:
             number: str(token.content) for number, token in tokenizer.added_tokens_decoder.items()
         }
         self._added |= self._special
+        self._bytes = _byte_tokens(tokenizer)
 
     def marked(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, each special token between two marks."""
@@ -50,7 +51,7 @@ class SampledText:
 
     def growing(self) -> "GrowingText":
         """Return the text of tokens that arrive in parts, without tokens."""
-        return GrowingText(self._tokenizer, self._added, self._named)
+        return GrowingText(self._tokenizer, self._added, self._named, self._bytes)
 
     def num_tokens(self, token_ids: Sequence[int], num_chars: int) -> int:
         """Return the number of tokens that contain the first characters of `marked`."""
@@ -103,18 +104,25 @@ class SampledText:
 class GrowingText:
     """The text of tokens that arrive in parts, as `SampledText.marked` returns it for all of them.
 
-    Characters whose last bytes have not arrived are not in the text yet. Only the latest tokens are
-    decoded again: the tokens before them determine no more than their first character.
+    Characters whose last bytes have not arrived are not in the text yet. Consecutive tokens of
+    single bytes arrive together, because one wrong byte makes all of them unreadable. Only the
+    latest tokens are decoded again: the tokens before them determine no more than their first
+    character.
     """
 
     def __init__(
-        self, tokenizer: Any, added: Mapping[int, str], named: Callable[[int], str]
+        self,
+        tokenizer: Any,
+        added: Mapping[int, str],
+        named: Callable[[int], str],
+        single_bytes: frozenset[int],
     ) -> None:
         """`SampledText.growing` creates it."""
         self.text = ""
         self._tokenizer = tokenizer
         self._added = added
         self._named = named
+        self._bytes = single_bytes
         self._run: list[int] = []  # The latest ordinary tokens.
         self._num_read = 0  # The first of them, whose characters are in the text.
 
@@ -128,7 +136,8 @@ class GrowingText:
                 self.text += "".join(map(self._named, group))
             else:
                 self._run += group
-                self._read(is_end=False)
+                if self._run[-1] not in self._bytes:
+                    self._read(is_end=False)
 
     def _read(self, *, is_end: bool) -> None:
         """Append the characters of the tokens that were not read yet."""
@@ -139,6 +148,13 @@ class GrowingText:
         self.text += text[len(known) :]
         del self._run[: self._num_read]
         self._num_read = len(self._run)
+
+
+def _byte_tokens(tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that are single bytes (`<0x0A>`); empty for a vocabulary without them."""
+    ids = tokenizer.convert_tokens_to_ids([f"<0x{number:02X}>" for number in range(256)])
+    unknown = tokenizer.unk_token_id
+    return frozenset(each for each in ids if each is not None and each != unknown)
 
 
 def without_special(text: str) -> str:

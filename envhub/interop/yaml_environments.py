@@ -24,6 +24,8 @@ PACKAGES = {  # Arguments of `pip install` for extras that `make setup` does not
     "textarena": "textarena==0.7.4",
     "textworld": "textworld==1.7.0",
 }
+# The same for packages that are no extra, since an extra has no options of pip.
+PACKAGES_APART = {"bfcl": "--no-deps bfcl-eval==2026.3.23"}
 Described = TypeVar("Described")
 Found = TypeVar("Found")
 
@@ -102,11 +104,17 @@ def parse_items(text: str, where: str) -> list[dict[str, Any]]:
 
 
 def optional_package(name: str, extra: str) -> ModuleType:
-    """Return a package of an extra. Raises: ConfigError: it is not installed."""
+    """Return an optional package. Raises: ConfigError: it cannot be imported."""
     try:
         return import_module(name)
     except ImportError as error:
+        missing = getattr(error, "name", None) or name
+        is_absent = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{missing}.")
+        problem = "is missing" if is_absent else f"cannot be imported ({error})"
+        apart = PACKAGES_APART.get(extra)
+        remedy = f"`pip install {apart or PACKAGES[extra]}`" + f" (the extra `{extra}`)" * (
+            not apart
+        )
         raise ConfigError(
-            f"{name}: the Python package is missing; install it with"
-            f" `pip install {PACKAGES[extra]}` (the extra `{extra}`)"
+            f"{name}: the Python package {problem}; install it with {remedy}"
         ) from error

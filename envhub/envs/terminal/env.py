@@ -105,7 +105,8 @@ class TerminalTasks:
         tasks: the tasks by split.
         limits, container_limits: limits of sandboxes, and of containers of tasks.
         opening_s: the most seconds in which the images of a task are made and started.
-        decided: whether the tests of a task decide without an agent, by the task's name.
+        decided: whether the tests of a task decide without an agent, by the task's name. Tests
+            that reach a network are not here: they may depend on a server that is away later.
     """
 
     tasks: dict[str, list[TerminalTask]]
@@ -324,9 +325,12 @@ class TerminalEnv:
         try:
             return await self._decision(task)
         except UndecidedTests as error:
-            if task.name not in self._shared.decided:
-                self._shared.decided[task.name] = await self._decides_without_agent(task)
-            if not self._shared.decided[task.name]:
+            is_decided = self._shared.decided.get(task.name)
+            if is_decided is None:
+                is_decided = await self._decides_without_agent(task)
+                if not task.tests_reach_network:
+                    self._shared.decided[task.name] = is_decided
+            if not is_decided:
                 raise EnvFailure(f"task {task.name}: {error}") from error
             logger.warning("tests did not decide, reward is 0 task=%s reason=%s", task.name, error)
             return 0.0, f"The tests failed: {error}"
@@ -566,6 +570,7 @@ def files_of_archive(content: bytes, paths: Sequence[str]) -> list[SandboxFile]:
     Raises: tarfile.TarError, ValueError, EOFError, KeyError: it is no such archive.
     """
     files: list[SandboxFile] = []
+    num_bytes = 0
     with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:
         for member in archive:
             path = posixpath.normpath(f"/{member.name}")
@@ -573,8 +578,13 @@ def files_of_archive(content: bytes, paths: Sequence[str]) -> list[SandboxFile]:
             if is_file and any(f"{path}/".startswith(f"{each}/") for each in paths):
                 file = archive.extractfile(member)
                 assert file is not None
+                # Many hard links to one file, and a sparse one, are longer than the archive.
+                content = file.read(MAX_ARTIFACT_BYTES - num_bytes + 1)
+                num_bytes += len(content)
+                if num_bytes > MAX_ARTIFACT_BYTES:
+                    raise ValueError(f"its files have more than {MAX_ARTIFACT_BYTES} bytes")
                 mode = 0o755 if member.mode & 0o100 else 0o644
-                files.append(SandboxFile(path=path, content=file.read(), mode=mode))
+                files.append(SandboxFile(path=path, content=content, mode=mode))
     return files
 
 

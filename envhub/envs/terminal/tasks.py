@@ -617,6 +617,12 @@ class TerminalTask:
         """The hosts that the agent reaches; EVERY_HOST stands for all."""
         return (EVERY_HOST,) if self.has_network else (self.allowed or ((), ()))[1]
 
+    @property
+    def tests_reach_network(self) -> bool:
+        """Whether the tests reach any host."""
+        where = self.verifier or self
+        return where.has_network or bool(where.allowed and where.allowed[-1])
+
 
 def load_tasks_of(
     key: str,

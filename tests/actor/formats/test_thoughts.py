@@ -1,6 +1,8 @@
 """Laws of thoughts in an answer: which text of it remains, and which tokens."""
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from actor.formats.sampled import SampledText
 from actor.formats.thoughts import ThoughtForm
@@ -62,6 +64,25 @@ def test_tokens_of_a_text_are_counted_within_letters_and_tokens() -> None:
     counts = {each: sampled.num_tokens(ids, text.index(each)) for each in ("ü", "a", "b")}
     assert counts == {"ü": 1, "a": 4, "b": 6}  # "ü" is two bytes, each tag one token.
     assert sampled.num_tokens(ids, len(text)) == len(ids) == 7
+
+
+def test_growing_text_is_a_begin_of_the_whole_one_with_single_bytes() -> None:
+    """A wrong byte makes the bytes before it unreadable, and some of them are letters."""
+    vocab = {f"<0x{number:02X}>": number for number in range(256)} | {"cat": 256, "<unk>": 257}
+    model = models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True)
+    own = Tokenizer(model)
+    own.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    sampled = SampledText(PreTrainedTokenizerFast(tokenizer_object=own, unk_token="<unk>"))
+    for ids in (
+        [*"é🙂".encode(), 0xE2, 256],
+        [65, 0xE2],
+        [256, *"é".encode(), 256, 10, *"é".encode()],
+    ):
+        growing = sampled.growing()
+        for token_id in ids:
+            growing.add([token_id])
+            assert sampled.marked(ids).startswith(growing.text)
+        assert growing.text == sampled.marked(ids) or ids[-1] < 256
 
 
 def test_second_end_of_thoughts_hides_no_action() -> None:

@@ -14,8 +14,9 @@ import pytest
 from common.errors import ConfigError
 from envhub.catalogue.registry import Registry
 from envhub.env import EnvFailure, Style
+from envhub.envs import bfcl
 from envhub.interop.games import make_spec
-from envhub.interop.yaml_environments import PACKAGES
+from envhub.interop.yaml_environments import PACKAGES, optional_package
 from tests.venvs import python_with
 
 TEXTARENA = """
@@ -122,6 +123,22 @@ def test_missing_package_is_named_as_in_the_extras(repository: Path) -> None:
     extras = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     known = {name: extras["optional-dependencies"][name] for name in PACKAGES}
     assert {name: shlex.split(text) for name, text in PACKAGES.items()} == known
+
+
+def test_package_that_fails_at_its_import_has_its_own_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "half_installed.py").write_text("import absent_dependency\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    why = r"cannot be imported \(No module named 'absent_dependency'\); .*`pip install textworld=="
+    with pytest.raises(ConfigError, match=why):
+        optional_package("half_installed", "textworld")
+
+
+def test_missing_package_without_an_extra_is_named() -> None:
+    why = "absent: the Python package is missing; install it with `pip install --no-deps bfcl-eval"
+    with pytest.raises(ConfigError, match=why):
+        optional_package("absent", bfcl.EXTRA)
 
 
 @pytest.mark.parametrize(

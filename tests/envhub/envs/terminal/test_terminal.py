@@ -1,7 +1,10 @@
 """Laws of terminal tasks: layouts, commands, the tests at the end and their isolation."""
 
 import asyncio
+import io
+import tarfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,14 @@ import pytest
 from common.config.envs import EnvsSection, TerminalOptions
 from common.errors import ConfigError
 from envhub.env import EnvFailure, StepResult, Style
-from envhub.envs.terminal.env import TerminalEnv, check, make_spec
+from envhub.envs.terminal.env import (
+    TerminalEnv,
+    TerminalTasks,
+    check,
+    files_of_archive,
+    load_terminal_tasks,
+    make_spec,
+)
 from envhub.envs.terminal.tasks import load_tasks_of
 from envhub.envs.terminal.texts import action_of, command_of, reward_of
 from tests.envhub.sandbox.boxes import OPTIONS, need_bubblewrap
@@ -267,6 +277,52 @@ def test_verifier_that_ends_early_is_zero_if_the_solution_has_a_reward(tmp_path:
     harbor(tmp_path, test=test, **{"solution__solve.sh": "touch out"})
     [last] = played(options_of(tmp_path), ["submit"])
     assert (last.reward, last.done) == (0.0, True)
+
+
+def test_outage_of_the_tests_network_is_no_reward_after_an_earlier_episode(tmp_path: Path) -> None:
+    """The reference solution is tried again: it has no reward without the network either."""
+    need_bubblewrap()
+    server = "/srv"  # A folder of every machine that sandboxes have as a mount only.
+    test = f"set -e\n[ -e {server} ]\n[ -e out ]\necho 1 > /logs/verifier/reward.txt\n"
+    harbor(tmp_path, test=test, **{"solution__solve.sh": "touch out"})
+    options = replace(options_of(tmp_path), sandbox=replace(OPTIONS, mounts=[server]))
+
+    async def reward(shared: TerminalTasks) -> float:
+        env = TerminalEnv(shared)
+        try:
+            await env.reset("tasks-train-0", 0)
+            return (await env.step("submit")).reward
+        finally:
+            await env.close()
+
+    loaded = load_terminal_tasks(options)
+    tasks = {"train": [replace(each, has_network=True) for each in loaded.tasks["train"]]}
+    shared = replace(loaded, tasks={**loaded.tasks, **tasks})
+    assert asyncio.run(reward(shared)) == 0.0
+    away = load_terminal_tasks(replace(options, sandbox=OPTIONS))
+    with pytest.raises(EnvFailure, match="the tests gave no reward, with exit code 1"):
+        asyncio.run(reward(replace(shared, backend=away.backend)))
+
+
+@pytest.mark.parametrize("kind", ["sparse", "links"])
+def test_artifacts_longer_than_their_archive_are_refused(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("envhub.envs.terminal.env.MAX_ARTIFACT_BYTES", 40_000)
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        first = tarfile.TarInfo("logs/artifacts/a")
+        first.size = 15_000
+        if kind == "sparse":
+            first.pax_headers = {"GNU.sparse.size": "1000000", "GNU.sparse.map": "0,15000"}
+        archive.addfile(first, io.BytesIO(bytes(first.size)))
+        for name in "bcd" if kind == "links" else "":
+            link = tarfile.TarInfo(f"logs/artifacts/{name}")
+            link.type = tarfile.LNKTYPE
+            link.linkname = first.name
+            archive.addfile(link)
+    with pytest.raises(ValueError, match="more than 40000 bytes"):
+        files_of_archive(content.getvalue(), ["/logs/artifacts"])
 
 
 def test_processes_of_the_tests_that_hold_the_output_do_not_delay_them(tmp_path: Path) -> None:
