@@ -310,7 +310,7 @@ def test_artifacts_longer_than_their_archive_are_refused(
 ) -> None:
     monkeypatch.setattr("envhub.envs.terminal.env.MAX_ARTIFACT_BYTES", 40_000)
     content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w") as archive:
+    with tarfile.TarFile(fileobj=content, mode="w", format=tarfile.PAX_FORMAT) as archive:
         first = tarfile.TarInfo("logs/artifacts/a")
         first.size = 15_000
         if kind == "sparse":
