@@ -281,7 +281,8 @@ def place_of(error: BaseException, *, caller: str) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename != caller and not frame.filename.startswith("<frozen")
+        if frame.filename not in (caller, importlib.__file__)
+        and not frame.filename.startswith("<frozen")
     ]
     libraries = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib"))
     of_user = [frame for frame in frames if not frame.filename.startswith(libraries)]
