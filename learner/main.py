@@ -230,7 +230,7 @@ class Loop:
                     max_lag_steps=cfg.hold_back_steps if self._is_after_skip else cfg.max_lag_steps,
                     in_order=self._cfg.train.mode is TrainMode.SYNC,
                     timeout_s=cfg.batch_timeout_s,
-                    may_stretch=not self._is_after_skip,
+                    is_after_skip=self._is_after_skip,
                     check=self._check,
                 )
                 break

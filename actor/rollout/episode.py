@@ -19,6 +19,7 @@ from common.config.actor import AgentOptions
 from common.config.horizon import HorizonUnit
 from common.errors import EnvError, EnvPaused, EnvTimeout, HubLost
 from common.formats.answers import MARK, tools_instruction, worded
+from common.segments import as_context
 from common.text import valid_text
 from common.wire.messages import EndReason, Lease, Trajectory
 
@@ -368,11 +369,20 @@ async def _turns(
 def part_so_far(lease: Lease, play: EpisodeState, *, actor: str) -> Trajectory:
     """Return the turns so far of a running episode. The prompt of the next turn is its last one's.
 
-    `wall_s` is 0: the time of the whole episode is that of its own trajectory.
+    A summary or reflection in that prompt is context here: the next turn trains it. `wall_s` is 0:
+    the time of the whole episode is that of its own trajectory.
     """
     part = trajectory_of(lease, play, actor=actor, wall_s=0.0)
-    turns = np.minimum(part.turn_ids, play.num_turns - 1)
-    return replace(part, end_reason=EndReason.UNFINISHED, is_success=False, turn_ids=turns)
+    is_next = part.turn_ids >= play.num_turns
+    columns = {name: getattr(part, name) for name in ("loss_mask", "logprobs", "versions")}
+    as_prompt = as_context(columns)
+    return replace(
+        part,
+        end_reason=EndReason.UNFINISHED,
+        is_success=False,
+        turn_ids=np.minimum(part.turn_ids, play.num_turns - 1),
+        **{name: np.where(is_next, as_prompt[name], column) for name, column in columns.items()},
+    )
 
 
 def trajectory_of(lease: Lease, play: EpisodeState, *, actor: str, wall_s: float) -> Trajectory:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from bisect import bisect_left
 from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -76,7 +77,7 @@ class PartSender:
 
         Args:
             max_lag_steps: the learner's bound; 0: send nothing.
-            num_turns: turns that a record replays; they were sent when they were sampled.
+            num_turns: turns that a record replays; they are sent with the first one after them.
         """
         self._lease = lease
         self._engine = engine
@@ -91,9 +92,10 @@ class PartSender:
         if not self._max_lag_steps or play.num_turns <= self._num_turns:
             return
         tape = play.history.tape
-        unsent = [version for version in tape.versions[self._num_sent :] if version >= 0]
+        end = bisect_left(tape.turn_ids, play.num_turns)  # The prompt of the next turn begins here.
+        unsent = [version for version in tape.versions[self._num_sent : end] if version >= 0]
         if unsent and self._engine.version - min(unsent) >= self._max_lag_steps - 1:
-            self._num_sent = len(tape.versions)
+            self._num_sent = end
             self._delivery.send_part(part_so_far(self._lease, play, actor=self._actor))
 
 
@@ -354,8 +356,9 @@ class EpisodePool:
         self, lease: Lease, recording: Recording | None, *, may_repeat: bool
     ) -> Trajectory:
         """Play one attempt at an episode, in the built-in loop or by an agent."""
-        num_turns = 0 if recording is None else len(recording.events.turns)
-        act, render = self._policy(lease, num_turns=num_turns)
+        num_requests = 0 if recording is None else len(recording.events.turns)
+        num_turns = 0 if recording is None else len(recording.events.steps)
+        act, render = self._policy(lease, num_requests=num_requests)
         hubs = self._environments
         seed = environment_seed(lease)
         open_session = partial(hubs.open, lease.env, lease.item_id, seed=seed)
@@ -409,22 +412,22 @@ class EpisodePool:
             num_turns=num_turns,
         )
 
-    def _policy(self, lease: Lease, *, num_turns: int = 0) -> tuple[Act, Render]:
+    def _policy(self, lease: Lease, *, num_requests: int = 0) -> tuple[Act, Render]:
         """Return the policy of a lease and its renderer: the model, or a scripted policy.
 
         Args:
-            num_turns: turns of the episode that were sampled before.
+            num_requests: answers of the episode that were sampled before.
         """
         if lease.policy is not PolicyKind.MODEL:
             scripted = ScriptedRender()
             policy = ScriptedPolicy(lease.policy, seed=lease.episode_id, render=scripted)
             return policy.act, scripted
         render = self._renderer.of(lease.env, self._environments.tools(lease.env))
-        return self._model_act(lease, num_turns=num_turns), render
+        return self._model_act(lease, num_requests=num_requests), render
 
-    def _model_act(self, lease: Lease, *, num_turns: int = 0) -> StreamingAct:
+    def _model_act(self, lease: Lease, *, num_requests: int = 0) -> StreamingAct:
         """Return the function that samples the turns of an episode; see `_policy`."""
-        seeds = SamplingSeeds(lease, num_requests=num_turns)
+        seeds = SamplingSeeds(lease, num_requests=num_requests)
 
         def act(
             ids: list[int], _: EnvSession, /, on_tokens: OnTokens | None = None

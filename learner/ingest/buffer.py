@@ -32,7 +32,7 @@ from learner.ingest.episode_stats import EpisodeStats
 from learner.ingest.journal_index import JournalIndex, ReplayPoint
 from learner.ingest.reports import ReportLog
 from learner.journal.journal import JournalPosition
-from learner.recovery.parts import PartName, first_fresh_turn, is_in_turns, part_of
+from learner.recovery.parts import PartName, first_fresh_turn, part_of
 from learner.recovery.reward_log import GroupReward
 from learner.teacher.scores import TeacherScores
 from learner.weights.canary import RecentPrompts
@@ -152,6 +152,8 @@ class GroupAssembly:
         self._unfinished: dict[str, Trajectory] = {}  # Newest part of each running episode.
         # Parts by episode that were trained before the group.
         self._trained: dict[str, list[PartName]] = {}
+        self._in_step: set[str] = set()  # Episodes with an early part in the current step.
+        self._decided_in_step: list[Trajectory] = []  # Those that were decided during the step.
         self._cfg = cfg
         self._filter = algorithm.filter_zero_variance
         self._has_signal = has_signal
@@ -205,13 +207,21 @@ class GroupAssembly:
     def add_part(self, trajectory: Trajectory) -> None:
         """Take the turns so far of an episode that has not ended. They replace an earlier part."""
         entry = self._open.get(trajectory.group_id, _OpenGroup())
-        is_over = trajectory.group_id in self._completed or trajectory.member in entry.arrived
+        ended = entry.arrived.keys() | entry.given_up
+        is_over = trajectory.group_id in self._completed or trajectory.member in ended
         if self._trains_early and not is_over:
             self._unfinished[trajectory.episode_id] = trajectory
 
-    def note_trained(self, groups: Iterable[Group]) -> None:
-        """Record the early parts that a step has trained."""
+    def note_trained(self, groups: Iterable[Group]) -> list[EpisodeOutcome]:
+        """Record the early parts that a step has trained.
+
+        Returns: new outcomes of their episodes that were decided since `take`.
+        """
         self.adopt_parts([group.names for group in groups if group.is_early])
+        decided = [each for each in self._decided_in_step if self._num_trained(each)]
+        self._in_step = set()
+        self._decided_in_step = []
+        return [self._outcome(each, Outcome.TRAINED, "") for each in decided]
 
     def adopt_parts(self, names: Iterable[Iterable[str]]) -> None:
         """Record the early parts among the logged names of a step's groups."""
@@ -350,6 +360,7 @@ class GroupAssembly:
         max_lag_steps: int,
         in_order: bool,
         lag_bounds: Mapping[tuple[str, int], int] | None = None,
+        is_narrow: bool = False,
     ) -> tuple[list[Group], list[EpisodeOutcome]]:
         """Remove a batch of groups, and all stale members before it.
 
@@ -358,6 +369,7 @@ class GroupAssembly:
             max_lag_steps: largest lag of the oldest token of an episode.
             in_order: sort by group id, so that the order of arrival has no effect.
             lag_bounds: (environment, horizon) -> bound that replaces `max_lag_steps`.
+            is_narrow: the next step accepts older groups, so that no part needs this one.
 
         Returns:
             (groups to train on, outcomes of stale episodes). No groups if too few for a batch are
@@ -365,6 +377,8 @@ class GroupAssembly:
         """
         if not self.is_batch_ready(version):
             return [], []
+        self._in_step = set()
+        self._decided_in_step = []
         if in_order:
             self._ready = deque(sorted(self._ready, key=lambda group: group.group_id))
         taken: list[Group] = []
@@ -387,7 +401,11 @@ class GroupAssembly:
                 )
                 for group in taken
             ]
-        return taken + self._early_parts(version, max_lag_steps, lag_bounds), outcomes
+        if not self._trains_early or is_narrow:
+            return taken, outcomes
+        early = self._early_parts(version, max_lag_steps, lag_bounds)
+        self._in_step = {member.episode_id for part in early for member in part.members}
+        return taken + early, outcomes
 
     def _without_stale(
         self, group: Group, version: int, max_lag_steps: int
@@ -432,13 +450,12 @@ class GroupAssembly:
 
     def _num_trained(self, trajectory: Trajectory) -> int:
         """Return the number of an episode's sampled tokens that early parts have trained."""
-        is_trained = np.zeros(len(trajectory.loss_mask), dtype=np.bool_)
-        for part in self._parts_in(trajectory):
-            is_trained |= is_in_turns(trajectory, part.first_turn, part.end_turn)
-        return int(np.count_nonzero(is_trained))
+        return sum(part.num_tokens for part in self._parts_in(trajectory))
 
     def _outcome(self, trajectory: Trajectory, outcome: Outcome, cause: str) -> EpisodeOutcome:
         """Return the outcome of an episode that no further step trains."""
+        if trajectory.episode_id in self._in_step:
+            self._decided_in_step.append(trajectory)
         counts = {trajectory.episode_id: self._num_trained(trajectory)} if self._trained else {}
         num_done = sum(counts.values())
         if not num_done:
@@ -466,8 +483,6 @@ class GroupAssembly:
         self, version: int, max_lag_steps: int, lag_bounds: Mapping[tuple[str, int], int] | None
     ) -> list[Group]:
         """Return the parts outside of the batch that the next step would not accept."""
-        if not self._trains_early:
-            return []
         waiting = list(self._unfinished.values())
         for entry in self._open.values():
             waiting += entry.arrived.values()
@@ -593,7 +608,8 @@ class TrajectoryBuffer:
         """Take the turns so far of an episode that has not ended."""
         with self._changed:
             self._news_at = time.monotonic()
-            self._groups.add_part(trajectory)
+            if not self._index.is_closed(trajectory):
+                self._groups.add_part(trajectory)
 
     def add(
         self, accepted: Sequence[tuple[Trajectory, JournalPosition]], *, end: JournalPosition
@@ -662,13 +678,13 @@ class TrajectoryBuffer:
         max_lag_steps: int,
         in_order: bool,
         timeout_s: float,
-        may_stretch: bool = True,
+        is_after_skip: bool = False,
         check: Callable[[], object] = lambda: None,
     ) -> tuple[list[Group], list[EpisodeOutcome]]:
         """Wait for a batch of fresh groups; return it and the stale outcomes since the last one.
 
         Args:
-            may_stretch: use the scheduler's wider bounds instead of `max_lag_steps`.
+            is_after_skip: `max_lag_steps` is a narrow bound, which the scheduler's do not widen.
             timeout_s: seconds without a new episode; the start of the first engine does not count.
             check: called every `POLL_S` seconds of the wait; it ends the wait by raising.
 
@@ -686,7 +702,8 @@ class TrajectoryBuffer:
                         version,
                         max_lag_steps=max_lag_steps,
                         in_order=in_order,
-                        lag_bounds=self._lag_bounds if may_stretch else None,
+                        lag_bounds=None if is_after_skip else self._lag_bounds,
+                        is_narrow=is_after_skip,
                     )
                     self._stale += outcomes
                     self._report(outcomes)
@@ -731,7 +748,7 @@ class TrajectoryBuffer:
         self._index.trained([group.group_id for group in groups], step=step)
         if not is_skipped:
             with self._changed:
-                self._groups.note_trained(groups)
+                self._report(self._groups.note_trained(groups))
 
     def drain_stats(self) -> dict[str, float]:
         """Return metrics over the episodes that arrived since the last call."""

@@ -27,7 +27,7 @@ from learner.recovery.step_log import read_steps, whole_bytes
 
 PRUNE_FROM_BYTES = 64 << 20
 _NAME = re.compile(
-    r"(?P<episode>[^@]+)@(?P<first>\d+)(?:-(?P<end>\d+)-(?P<digest>[0-9a-f]{1,16}))?"
+    r"(?P<episode>[^@]+)@(?P<first>\d+)(?:-(?P<end>\d+)-(?P<num>\d+)-(?P<digest>[0-9a-f]{1,16}))?"
 )
 
 
@@ -36,13 +36,14 @@ class PartName:
     """The turns of an episode that a step trained, as the step log names them.
 
     Example: "g0000012/3" is a whole episode. In "g0000012/3@4" the first four turns are context.
-    "g0000012/3@4-9-1f" has turns 4 to 8, and was trained before its group.
+    "g0000012/3@4-9-70-1f" has turns 4 to 8 with 70 sampled tokens. It was trained before its group.
     """
 
     episode_id: str
     first_turn: int = 0  # Earlier turns are context.
     end_turn: int = 0  # The turn after the last one; 0: it was trained with its group.
-    digest: int = 0  # With an `end_turn`: the digest of the sampled tokens of these turns.
+    num_tokens: int = 0  # With an `end_turn`: the sampled tokens of these turns.
+    digest: int = 0  # With an `end_turn`: the digest of these tokens.
 
     @classmethod
     def of(cls, trajectory: Trajectory, *, is_early: bool) -> "PartName":
@@ -55,8 +56,10 @@ class PartName:
         name = cls(episode_id=trajectory.episode_id, first_turn=first)
         if not is_early:
             return name
-        end = trajectory.num_turns
-        return replace(name, end_turn=end, digest=turns_digest(trajectory, first, end))
+        tokens = _sampled_in(trajectory, first, trajectory.num_turns)
+        return replace(
+            name, end_turn=trajectory.num_turns, num_tokens=len(tokens), digest=token_digest(tokens)
+        )
 
     @classmethod
     def parse(cls, text: str) -> "PartName":
@@ -68,6 +71,7 @@ class PartName:
             episode_id=match["episode"],
             first_turn=int(match["first"]),
             end_turn=int(match["end"] or 0),
+            num_tokens=int(match["num"] or 0),
             digest=int(match["digest"] or "0", base=16),
         )
 
@@ -80,29 +84,26 @@ class PartName:
     def text(self) -> str:
         """The name in the step log."""
         if self.is_early:
-            return f"{self.episode_id}@{self.first_turn}-{self.end_turn}-{self.digest:x}"
+            turns = f"{self.first_turn}-{self.end_turn}"
+            return f"{self.episode_id}@{turns}-{self.num_tokens}-{self.digest:x}"
         return f"{self.episode_id}@{self.first_turn}" if self.first_turn else self.episode_id
 
     def is_in(self, trajectory: Trajectory) -> bool:
         """Return whether an episode has the sampled tokens of this part.
 
-        An episode that began anew has others.
+        An episode that began anew has others. The last turn of an episode may have more tokens than
+        its part: the call of a branch that the end of the episode cut off.
         """
         if trajectory.num_turns < self.end_turn:
             return False
-        return turns_digest(trajectory, self.first_turn, self.end_turn) == self.digest
+        tokens = _sampled_in(trajectory, self.first_turn, self.end_turn)[: self.num_tokens]
+        return token_digest(tokens) == self.digest
 
 
-def is_in_turns(trajectory: Trajectory, first: int, end: int) -> np.ndarray:
-    """Return [seq] bool, True on the sampled tokens of the turns from `first` to before `end`."""
+def _sampled_in(trajectory: Trajectory, first: int, end: int) -> np.ndarray:
+    """Return the sampled tokens of the turns from `first` to before `end`, [num] int32."""
     turns = trajectory.turn_ids
-    return trajectory.loss_mask & (turns >= first) & (turns < end)
-
-
-def turns_digest(trajectory: Trajectory, first: int, end: int) -> int:
-    """Return a digest of 63 bits of the sampled tokens of the turns `first` to before `end`."""
-    is_part = is_in_turns(trajectory, first, end)
-    return token_digest(trajectory.token_ids[is_part])
+    return trajectory.token_ids[trajectory.loss_mask & (turns >= first) & (turns < end)]
 
 
 def part_of(trajectory: Trajectory, first_turn: int) -> Trajectory:
@@ -156,7 +157,7 @@ class PartLog:
         with_room(write, self._file.path, check=check)
 
     def prune(self, steps: Path) -> None:
-        """Remove the parts that no step of the step log has, if the log is large enough.
+        """Remove the first parts, which no step of the step log has, if the log is large enough.
 
         Raises: OSError: the log could not be rewritten; it is unchanged.
         """
@@ -164,10 +165,15 @@ class PartLog:
             return
         needed = {name for step in read_steps(steps) for ids in step.groups for name in ids}
         path = self._file.path
-        lines = [line for name, line in _lines(path) if name in needed]
-        cut_head(path, self._file.size, head=b"".join(lines))
-        self._file.close()
-        self._file = AppendFile(path)
+        num_gone = 0
+        for name, line in _lines(path):
+            if name in needed:
+                break
+            num_gone += len(line)
+        if num_gone:
+            cut_head(path, num_gone)
+            self._file.close()
+            self._file = AppendFile(path)
         self._prune_bytes = max(self._prune_from_bytes, int(self._file.size * 1.25))
 
     def close(self) -> None:

@@ -140,7 +140,8 @@ class SelectionAudit:
         """Undo `add`: the learner reports another outcome than the provisional one."""
         column = _column(outcome, cause)
         self.cells[cell][column] -= 1
-        self.tokens[cell][column] -= num_tokens
+        # A state of an older version has no tokens.
+        self.tokens.setdefault(cell, Counter())[column] -= num_tokens
 
     def total(self) -> Counter[str]:
         """Return the number of episodes by outcome; those cut off by the run's end are separate."""

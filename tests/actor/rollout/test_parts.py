@@ -13,6 +13,7 @@ from actor.rollout.pool import PartSender
 from common.config.actor import AgentOptions, ContextKind
 from common.wire.messages import EndReason, Lease, Trajectory
 from learner.ingest.intake import refusal
+from learner.recovery.parts import PartName, part_of
 from tests.actor.rollout.playing import LEASE, Count, episode, go_on
 
 LONG = replace(LEASE, horizon=8)
@@ -92,3 +93,22 @@ def test_parts_of_a_window_are_rows_of_the_episode() -> None:
             part.versions[part.loss_mask].tolist() == whole.versions[whole.loss_mask].tolist()[:num]
         )
         assert refusal(part, learner_version=20, max_group_size=2) == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "room"),
+    [
+        (AgentOptions(reflect_every=1), 2_000),
+        (AgentOptions(context=ContextKind.SUMMARY, context_turns=1, summary_request="s"), 60),
+    ],
+)
+def test_turns_of_a_part_are_those_of_the_episode(options: AgentOptions, room: int) -> None:
+    lease = replace(LEASE, horizon=30)
+    whole, parts = play(bound=1, lease=lease, options=options, max_tokens=room)
+    assert len(whole.asides)
+    assert len(parts) > 10
+    sent = 0  # First turn of the part.
+    for part in parts:
+        assert PartName.of(part_of(part, sent), is_early=True).is_in(whole)
+        assert refusal(part, learner_version=40, max_group_size=2) == ""
+        sent = part.num_turns

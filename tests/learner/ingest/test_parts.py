@@ -16,15 +16,8 @@ from common.wire.messages import EndReason, EpisodeOutcome, Outcome, Trajectory
 from learner.ingest.buffer import Group, GroupAssembly, TrajectoryBuffer, oldest_version
 from learner.ingest.journal_index import FROM_THE_START, JournalIndex
 from learner.ingest.reports import ReportLog
-from learner.journal.journal import JournalWriter
-from learner.recovery.parts import (
-    PartLog,
-    PartName,
-    first_fresh_turn,
-    is_in_turns,
-    part_of,
-    read_parts,
-)
+from learner.journal.journal import JournalPosition, JournalWriter
+from learner.recovery.parts import PartLog, PartName, first_fresh_turn, part_of, read_parts
 from learner.recovery.resume import readopt, with_parts
 from learner.recovery.step_log import LoggedStep, StepLog
 from tests.learner.builders import make_episode, so_far
@@ -270,7 +263,59 @@ def test_part_names_are_read_as_written() -> None:
     assert name.is_in(whole)
     assert not name.is_in(so_far(whole, 1))
     assert not name.is_in(make_episode([3, 4, 5], member=2, seed=1))
-    assert int(is_in_turns(whole, name.first_turn, name.end_turn).sum()) == 2
+    assert name.num_tokens == 2
+
+
+def test_tokens_that_the_end_adds_to_a_trained_turn_are_stale() -> None:
+    groups = make_groups()
+    whole = make_episode([3, 3, 6], name="g0000001")
+    groups.add_part(so_far(whole, 2))
+    groups.add(make_episode([5]))
+    take(groups, 5, bound=2)
+    # The last tokens are the call of a branch: no third turn followed.
+    turns = np.minimum(whole.turn_ids, 1)
+    groups.add(replace(whole, turn_ids=turns, num_turns=2))
+    groups.add(make_episode([6], name="g0000002"))
+    _, (outcome,) = take(groups, 6, bound=2)
+    assert (outcome.episode_id, outcome.num_stale_tokens) == ("g0000001/0", 2)
+
+
+def test_a_step_after_a_skip_trains_no_part_early() -> None:
+    groups = make_groups()
+    whole = make_episode([3, 4, 5], name="g0000001")
+    groups.add_part(so_far(whole, 3))
+    groups.add(make_episode([5]))
+    taken, _ = groups.take(5, max_lag_steps=0, in_order=False, is_narrow=True)
+    assert [group.names for group in taken] == [["g0000000/0"]]
+    groups.add(whole)
+    (group,), _ = take(groups, 6, bound=3)
+    assert trained_turns(group.members[0]) == [0, 1, 2]
+
+
+def test_a_failure_while_its_part_is_trained_is_trained() -> None:
+    groups = make_groups()
+    whole = make_episode([3, 3, 6], name="g0000001")
+    groups.add_part(so_far(whole, 2))
+    groups.add(make_episode([5]))
+    taken, _ = groups.take(5, max_lag_steps=2, in_order=False)
+    (early,), _ = groups.add(replace(whole, end_reason=EndReason.ENV_ERROR))
+    assert early.outcome is Outcome.FAILED  # A crash or the controller may end the step.
+    (outcome,) = groups.note_trained(taken)
+    assert (outcome.outcome, outcome.num_stale_tokens) == (Outcome.TRAINED, 2)
+    assert groups.note_trained([]) == []
+
+
+def test_parts_of_settled_episodes_are_not_trained() -> None:
+    groups = make_groups(size=2)
+    index = JournalIndex(end=JournalPosition(), closed_below=2)
+    buffer = TrajectoryBuffer(groups, index, ReportLog(), version=5)
+    groups.give_up("g0000002", 0)
+    for name in ("g0000001", "g0000002"):  # Closed; given up.
+        buffer.add_part(so_far(make_episode([3, 3], name=name), 1))
+    for member in range(2):
+        groups.add(make_episode([5], name="g0000003", member=member))
+    taken, _ = take(groups, 5, bound=2)
+    assert [group.group_id for group in taken] == ["g0000003"]
 
 
 def test_turns_of_two_versions_are_as_old_as_their_oldest_token() -> None:
@@ -332,6 +377,7 @@ def test_log_of_parts_is_pruned_with_the_step_log(tmp_path: Path) -> None:
     log.append(parts[2:])
     log.close()
     assert read_parts(run_dir.parts, names).keys() == {names[1], names[2]}
+    assert names[0].encode() not in run_dir.parts.read_bytes()
 
 
 def test_step_log_keeps_lines_with_parts_of_open_groups(tmp_path: Path) -> None:

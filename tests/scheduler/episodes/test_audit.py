@@ -156,3 +156,15 @@ def test_learner_report_moves_episode_within_audit() -> None:
     table.report(outcomes=trained)
     (row,) = table.core.lifecycle.audit.report()["rows"]
     assert (row["trained"], row["failed"]) == (4, 0)
+
+
+def test_audit_of_an_older_version_has_no_tokens() -> None:
+    audit = SelectionAudit()
+    audit.add(LONG, Outcome.STALE, "lag")
+    older = save(audit)
+    del older["tokens"]
+    restored = SelectionAudit()
+    restore(restored, older)
+    restored.take_back(LONG, Outcome.STALE, "lag")
+    restored.add(LONG, Outcome.TRAINED, "")
+    assert restored.total()[Outcome.TRAINED] == 1
