@@ -73,11 +73,12 @@ CLEAR_TIMEOUT_S = 60.0
 PACK_TIMEOUT_S = 120.0
 PACKED = "/tmp/.artifacts.tar"
 # Packs the paths that exist. A link in place of an artifact is packed as a link, which is no file.
+# Exit code 1 of GNU tar: a process of the agent has changed a file meanwhile, such as a log.
 PACK = f"""
 rm -rf {PACKED}; n=$#
 for path; do [ -e "$path" ] && set -- "$@" ".$path"; done
 shift "$n"; [ $# -gt 0 ] || set -- -T /dev/null
-tar -C / -cf {PACKED} "$@"
+tar -C / -cf {PACKED} "$@" || [ $? -eq 1 ]
 """
 SETUP_TIMEOUT_S = 120.0
 ROOT = "0"  # The user of a container that makes the folders of tests and logs.

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import subprocess
 import tarfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +15,8 @@ from common.config.envs import EnvsSection, TerminalOptions
 from common.errors import ConfigError
 from envhub.env import EnvFailure, StepResult, Style
 from envhub.envs.terminal.env import (
+    PACK,
+    PACKED,
     TerminalEnv,
     TerminalTasks,
     check,
@@ -323,6 +326,23 @@ def test_artifacts_longer_than_their_archive_are_refused(
             archive.addfile(link)
     with pytest.raises(ValueError, match="more than 40000 bytes"):
         files_of_archive(content.getvalue(), ["/logs/artifacts"])
+
+
+def test_artifact_that_a_process_still_writes_is_packed(tmp_path: Path) -> None:
+    """GNU tar then ends with exit code 1, and the archive is complete."""
+    log = tmp_path / "log"
+    log.write_bytes(bytes(60_000_000))
+    packed = tmp_path / "packed.tar"
+    script = PACK.replace(PACKED, str(packed))
+    with subprocess.Popen(["sh", "-c", 'while [ -e "$1" ]; do echo >> "$1"; done', "sh", log]):
+        try:
+            done = subprocess.run(["sh", "-c", script, "sh", log], capture_output=True, check=False)
+        finally:
+            log.unlink()
+    assert b"file changed as we read it" in done.stderr
+    assert done.returncode == 0
+    [artifact] = files_of_archive(packed.read_bytes(), [str(log)])
+    assert len(artifact.content) >= 60_000_000
 
 
 def test_processes_of_the_tests_that_hold_the_output_do_not_delay_them(tmp_path: Path) -> None:
