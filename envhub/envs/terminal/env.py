@@ -580,12 +580,12 @@ def files_of_archive(content: bytes, paths: Sequence[str]) -> list[SandboxFile]:
                 file = archive.extractfile(member)
                 assert file is not None
                 # Many hard links to one file, and a sparse one, are longer than the archive.
-                content = file.read(MAX_ARTIFACT_BYTES - num_bytes + 1)
-                num_bytes += len(content)
+                body = file.read(MAX_ARTIFACT_BYTES - num_bytes + 1)
+                num_bytes += len(body)
                 if num_bytes > MAX_ARTIFACT_BYTES:
                     raise ValueError(f"its files have more than {MAX_ARTIFACT_BYTES} bytes")
                 mode = 0o755 if member.mode & 0o100 else 0o644
-                files.append(SandboxFile(path=path, content=content, mode=mode))
+                files.append(SandboxFile(path=path, content=body, mode=mode))
     return files
 
 

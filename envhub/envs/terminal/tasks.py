@@ -716,7 +716,8 @@ def load_task_of(
         else:
             made = _placed(made, settings.work, where)
         command, needs_pytest = _command(folder, where)
-        reaches = settings.has_network or bool(settings.allowed and settings.allowed[-1])
+        tests = settings.verifier or settings
+        reaches = tests.has_network or bool(tests.allowed and tests.allowed[-1])
         if not reaches and not (is_built and without_network):
             _refuse_downloads(folder, where, image)
         task = TerminalTask(

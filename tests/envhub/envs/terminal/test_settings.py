@@ -1,5 +1,6 @@
 """Laws of task settings: every field of the two packages is obeyed or refused by name."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from common.errors import ConfigError
 from envhub.env import Style
 from envhub.envs.terminal.env import instruction_of, make_spec
 from envhub.envs.terminal.fields import Use, check_fields
-from envhub.envs.terminal.tasks import BENCH_FIELDS, HARBOR_FIELDS, read_settings
+from envhub.envs.terminal.tasks import BENCH_FIELDS, HARBOR_FIELDS, load_task_of, read_settings
 from envhub.sandbox.interface import MIB, Healthcheck
 
 NETWORK = ("network_mode", "allowed_hosts")
@@ -408,6 +409,22 @@ def test_separate_verifier_has_its_own_image_limits_and_network(tmp_path: Path) 
     assert (read.memory_bytes, read.verifier.memory_bytes) == (64 * MIB, 32 * MIB)
     assert (read.has_network, read.verifier.has_network) == (True, False)
     assert (read.verifier.variables, read.verifier.has_tests) == ({}, True)
+
+
+@pytest.mark.parametrize("is_of_tests", [True, False])
+def test_tests_that_download_need_the_network_of_their_own_container(
+    tmp_path: Path, is_of_tests: bool
+) -> None:
+    modes = ["no-network", "public"] if is_of_tests else ["public", "no-network"]
+    settings = '[environment]\nnetwork_mode = "{}"\n[verifier.environment]\nnetwork_mode = "{}"\n'
+    files = {"environment__Dockerfile": "FROM x\n", "tests__test.sh": "curl https://example.org\n"}
+    folder = task(tmp_path, settings.format(*modes), **files)
+    load = partial(load_task_of, folder, "here", has_containers=True, permits_network=True)
+    if is_of_tests:
+        assert load().tests_reach_network
+        return
+    with pytest.raises(ConfigError, match="downloads"):
+        load()
 
 
 def test_separate_verifier_without_an_image_has_a_copy_of_the_task(tmp_path: Path) -> None:
