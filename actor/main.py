@@ -30,6 +30,7 @@ from actor.seeds import engine_seed
 from actor.weights.receive import WeightLink
 from common.config.actor import ActorSection
 from common.config.algorithm import Advantage
+from common.config.learner import PartialEpisodes
 from common.config.run_config import RunConfig, trains_early
 from common.host.machine import gpus
 from common.ids import engine_names
@@ -292,6 +293,7 @@ def _recordings(cfg: RunConfig, access: RunAccess, engine: Engine) -> Recordings
         max_lag_steps=cfg.learner.max_lag_steps,
         max_stretch=cfg.scheduler.max_stretch,
         max_ahead_steps=cfg.scheduler.max_ahead_steps,
+        is_by_turn=cfg.learner.partial_episodes is PartialEpisodes.TURNS,
     )
     return Recordings(
         None if access.run_dir is None else access.run_dir.episodes,

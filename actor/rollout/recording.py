@@ -72,12 +72,13 @@ class LagRule:
     max_lag_steps: int  # The configured bound of the learner.
     max_stretch: float  # Factor by which the scheduler may raise it.
     max_ahead_steps: int
+    is_by_turn: bool = False  # The learner trains the fresh turns of an episode without the others.
 
     def why_not(self, lease: Lease, versions: set[int], *, version: int) -> str:
         """Return why an episode must not continue; "" if it may.
 
-        It must be trainable at its end. The bound on its lag is predicted as the scheduler does,
-        from the steps that the recorded part took.
+        It must be trainable at its end, or its later turns must be. The bound on its lag is
+        predicted as the scheduler does, from the steps that the recorded part took.
 
         Args:
             versions: versions of the recorded tokens.
@@ -85,6 +86,8 @@ class LagRule:
         """
         if self.needs_one_version or lease.kind is EpisodeKind.EVAL:
             return "" if versions == {version} else f"all its tokens need the version {version}"
+        if self.is_by_turn:
+            return ""
         lag = version - min(versions)
         predicted = max(versions) - min(versions) + self.max_ahead_steps
         most = int(self.max_lag_steps * self.max_stretch)

@@ -457,6 +457,13 @@ def test_episode_continues_while_it_can_be_trained(
     assert bool(words) == bool(reason)
 
 
+def test_episode_that_is_trained_by_turns_continues_at_any_lag() -> None:
+    rule = replace(RULE, is_by_turn=True)
+    assert rule.why_not(lease_of("rooms"), set(range(3, 40)), version=60) == ""
+    evaluated = lease_of("rooms", kind=EpisodeKind.EVAL)
+    assert rule.why_not(evaluated, {3}, version=4)
+
+
 def test_evaluation_continues_only_at_the_same_version() -> None:
     lease = lease_of("rooms", kind=EpisodeKind.EVAL)
     assert RULE.why_not(lease, {3}, version=3) == ""
