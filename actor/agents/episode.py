@@ -206,7 +206,7 @@ class AgentEpisode:
         await self._enter()
         self._open.append(opened)
         try:
-            taken = await self._sample(opened)
+            return self._finished(opened, await self._sample(opened))
         except asyncio.CancelledError:
             self._record_part(opened)
             raise
@@ -214,6 +214,9 @@ class AgentEpisode:
             if opened in self._open:
                 self._open.remove(opened)
             await self._leave()
+
+    def _finished(self, opened: _OpenAnswer, taken: Turn) -> PolicyAnswer:
+        """Return a sampled turn as an answer, and record it. Raises: ApiError: too late."""
         if self._is_left or self.failed.done():  # The episode is final.
             raise ended_error()
         asked = opened.asked
@@ -291,8 +294,8 @@ class AgentEpisode:
 
     async def _leave(self) -> None:
         """Count a request that is no longer in progress."""
+        self._num_in_flight -= 1  # At once, also if the request is cancelled.
         async with self._sampled:
-            self._num_in_flight -= 1
             self._sampled.notify_all()
 
     def _as_answer(self, opened: _OpenAnswer, taken: Turn, stop: str | None) -> PolicyAnswer:

@@ -172,6 +172,24 @@ def test_end_of_the_episode_keeps_the_tokens_of_an_open_stream() -> None:
     asyncio.run(run())
 
 
+def test_stream_that_is_aborted_after_its_last_token_keeps_all_tokens() -> None:
+    async def run() -> None:
+        policy = Paused([TEXT])
+        async with endpoint(policy, lease=LONG) as at, connected(at) as client:
+            await client.send(CHAT, ASKED)
+            await policy.waits.wait()
+            async with at.episode._sampled:  # Another request holds the condition.
+                policy.permitted.set()
+                await until(lambda: at.play.num_sampled)
+                for stream in list(at.server._streams):
+                    stream.abort()
+                await until(lambda: not at.server._streams)
+            assert trained(closed(at)) == of_engine(policy.sampled)
+            assert at.episode._num_in_flight == 0
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("headers", [{}, {"x_stainless_retry_count": "1"}])
 def test_repeated_stream_continues_the_first_answer(headers: dict[str, str]) -> None:
     """The second client receives the events from the first one on, then those to come."""
