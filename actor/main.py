@@ -31,7 +31,7 @@ from actor.weights.receive import WeightLink
 from common.config.actor import ActorSection
 from common.config.algorithm import Advantage
 from common.config.learner import PartialEpisodes
-from common.config.run_config import RunConfig, trains_early
+from common.config.run_config import RunConfig, bound_of_parts
 from common.host.machine import gpus
 from common.ids import engine_names
 from common.join.enrol import Joined
@@ -259,7 +259,7 @@ async def _connect(
         keeps_last=cfg.algorithm.advantage is Advantage.PPO,
         agents=agents_of(cfg.actor, actor=name, renderer=renderer),
         recordings=recordings,
-        max_lag_steps=cfg.learner.max_lag_steps if trains_early(cfg) else 0,
+        max_lag_steps=bound_of_parts(cfg),
     )
     return Parts(
         name=name,

@@ -251,6 +251,15 @@ def trains_early(cfg: RunConfig) -> bool:
     return is_by_turn and cfg.algorithm.advantage == Advantage.PPO
 
 
+def bound_of_parts(cfg: RunConfig) -> int:
+    """Return the most versions by which turns may be older than the engine; 0: no part is sent.
+
+    The learner is `hold_back_steps` versions ahead of the engine.
+    """
+    bound = cfg.learner.max_lag_steps - cfg.learner.hold_back_steps
+    return max(1, bound) if trains_early(cfg) else 0
+
+
 def check_training(cfg: RunConfig) -> None:
     """Check that an episode fits in a microbatch, and that sessions outlast turns.
 

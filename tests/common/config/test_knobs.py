@@ -33,7 +33,7 @@ from common.config.knobs import (
 )
 from common.config.load import load_config
 from common.config.model import ModelSection
-from common.config.run_config import Launcher, check_training, trains_early
+from common.config.run_config import Launcher, bound_of_parts, check_training, trains_early
 from common.config.tasks import TaskSection
 from common.errors import ConfigError
 from tests.configs import edited
@@ -383,3 +383,11 @@ def test_only_a_critic_trains_unfinished_episodes() -> None:
     assert trains_early(load_config("quickstart", [PARTS, ppo]))
     assert not trains_early(load_config("quickstart", [PARTS]))
     assert not trains_early(load_config("quickstart", [ppo]))
+
+
+@pytest.mark.parametrize(("num_steps", "expected"), [(0, 5), (3, 2), (5, 1)])
+def test_parts_are_sent_earlier_if_weights_are_held_back(num_steps: int, expected: int) -> None:
+    keys = ["learner.max_lag_steps=5", f"learner.hold_back_steps={num_steps}"]
+    ppo = "algorithm.advantage=ppo"
+    assert bound_of_parts(load_config("quickstart", [PARTS, ppo, *keys])) == expected
+    assert bound_of_parts(load_config("quickstart", [PARTS, *keys])) == 0
