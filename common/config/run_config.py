@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from common.config.actor import ActorSection, GpuPlacement
-from common.config.algorithm import Advantage, AlgorithmSection
+from common.config.algorithm import Advantage, AlgorithmSection, RowCredit
 from common.config.curriculum import CurriculumSection
 from common.config.env import RemoteOptions
 from common.config.envhub import EnvhubSection
@@ -171,6 +171,9 @@ class RunConfig:
             yield key, "turns", law
         if self.algorithm.teacher.is_on:
             yield key, "turns", "needs no algorithm.teacher: it scores whole episodes"
+        if self.algorithm.row_credit is not RowCredit.ALL:
+            law = f"must be all with {key}=turns: the rows of stale turns are left out"
+            yield "algorithm.row_credit", str(self.algorithm.row_credit), law
         for name, value in self.algorithm.episode_ratios:
             law = "computes a ratio over a whole episode, which is trained in parts with"
             yield name, value, f"{law} {key}=turns"

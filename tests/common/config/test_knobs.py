@@ -363,6 +363,10 @@ PARTS = "learner.partial_episodes=turns"
         (["algorithm.policy_loss=gspo"], "algorithm.policy_loss='gspo': computes a ratio over a"),
         (["learner.max_lag_steps=0"], "learner.max_lag_steps=0: must be at least 1 with learner."),
         (
+            ["actor.endpoint=true", "actor.agent=[x]", "algorithm.row_credit=root"],
+            "algorithm.row_credit='root': must be all with learner.partial_episodes=turns",
+        ),
+        (
             ["algorithm.advantage=ppo", "groups.filter=a:b"],
             "groups.filter='a:b': must be empty with algorithm.advantage=ppo",
         ),
