@@ -26,7 +26,7 @@ from actor.rollout.context import least_prompt
 from actor.rollout.folding import least_of_branches
 from common.config.actor import ActorSection
 from common.errors import ConfigError
-from common.formats.calls import NAME, CallForm, as_call, each_text
+from common.formats.calls import BETWEEN_CALLS, NAME, CallForm, as_call, each_text
 from common.formats.chat_template import render_chat, template_of
 from common.formats.sense_tokens import sense_tokens_in
 from common.formats.turn_ends import TurnEnd, configured_ends, find_end
@@ -153,7 +153,8 @@ class Renderer:
 
         Args:
             answer: begin of a sampled answer, as `growing` returns it, without the end of the turn.
-            tools: the answer may have calls. The text before them is settled, and nothing else.
+            tools: the answer may have calls. The text before them is settled, and nothing else;
+                before calls, characters such as the bracket of a list are no text.
         """
         form = self.thoughts
         lead = self._sampled.marked(list(self.turn_end.lead))
@@ -167,7 +168,8 @@ class Renderer:
         beside = "".join(marked[a:b] for a, b in form.spans(marked))
         begin = self._call_begin.search(without_marks(beside), partial=True)
         num_chars = len(beside) if begin is None else begin.start()
-        return form.shown(begin_of_marked(beside, num_chars)).strip(), thoughts
+        text = form.shown(begin_of_marked(beside, num_chars)).strip()
+        return (text if text.strip(BETWEEN_CALLS) else ""), thoughts
 
     @cached_property
     def _call_begin(self) -> "regex.Pattern[str]":

@@ -369,7 +369,7 @@ def answers_of(renderer: Renderer) -> list[str]:
                 whole = renderer.rendered([*asked, answer], tools=[TOOL], is_asking=False)
                 prompt = renderer.rendered(asked, tools=[TOOL])
                 sampled = whole[shared_length(whole, prompt) :]
-                texts += [sampled, f"{sampled} and more", sampled[:-12]]
+                texts += [sampled, f"{sampled} and more", sampled[:-12], f"[{sampled}"]
     return texts
 
 
