@@ -2,7 +2,7 @@
 
 A small network plays a game of symbols. The actor's time is counted in ticks: in each tick every
 slot samples one turn, with the newest weights. The learner makes a step as soon as a batch is ready
-and `STEP_TICKS` have passed. An episode of 32 turns therefore lasts eight versions or more. The
+and `STEP_TICKS` have passed. An episode of 32 turns therefore lasts at most eight versions. The
 assembly of groups, the advantages and the trainer are those of a run. All arms sample equally many
 tokens.
 """

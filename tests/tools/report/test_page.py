@@ -110,6 +110,10 @@ def test_page_names_damaged_journal_and_shows_rest(tmp_path: Path) -> None:
 def test_page_sends_no_network_request(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "a b&c")
     append(run_dir, replace(episode(401), item_id=f"{HOSTILE}-train-1", actor=HOSTILE))
+    audit = SelectionAudit()
+    cell = Cell("maze", "hard", 20, 1, length_class_of(200))
+    audit.add(cell, Outcome.TRAINED, "", num_tokens=200, num_stale=50)
+    write_json(tmp_path / "a b&c" / "selection.json", audit.report())
     make_run(tmp_path / "b", 12)
     assert write(tmp_path, "a b&c")[0] == 0
     text = write(tmp_path, "a b&c", "b")[1]
@@ -131,6 +135,7 @@ def test_page_sends_no_network_request(tmp_path: Path) -> None:
         expect(page.locator(".chart canvas").first).to_be_visible()
         expect(page.locator(".chart canvas").nth(6)).to_be_attached()
         expect(page.get_by_text("By subset")).to_be_visible()
+        expect(page.get_by_role("cell", name="129-256")).to_be_visible()  # Its tokens are stale.
         page.get_by_role("link", name="Trajectories").click()
         expect(page.locator("tbody tr").nth(MIN_SAMPLES - 1)).to_be_visible()
         page.get_by_role("link", name="g0000100/1").click()

@@ -64,6 +64,8 @@ export function droppedCard(found) {
   if (!rows.length) return null;
   const dropped = rows.filter((each) => each.dropped_frac > 0).sort((a, b) => b.dropped_frac - a.dropped_frac);
   const total = rows.reduce((sum, each) => sum + each.num, 0);
+  // Turns of trained episodes may be stale (learner.partial_episodes).
+  const lengths = (found.selection.lengths || []).filter((each) => each.num > 0);
   const biased = (found.selection.comparisons || []).filter((each) => each.is_biased);
   const share = (some, all) => `${(100 * some / Math.max(1, all)).toFixed(1)}% of ${all}`;
   return h("section", { class: "card" }, h("h2", {}, "Dropped episodes"),
@@ -72,7 +74,7 @@ export function droppedCard(found) {
       dropped.slice(0, 12).map((each) => h("tr", {}, h("td", {}, visible(each.subset)), [each.horizon, each.turns, each.num, each.stale, each.failed, percent(each.dropped_frac)].map(right))))
       : h("p", { class: "dim" }, `None of ${total.toLocaleString("en")} episodes was dropped as stale or failed.`),
     dropped.length > 12 ? h("p", { class: "small dim" }, `${dropped.length - 12} more rows are in selection.json.`) : null,
-    dropped.length ? lengthTable((found.selection.lengths || []).filter((each) => each.num > 0)) : null);
+    lengths.some((each) => each.dropped_frac > 0 || each.dropped_tokens_frac > 0) ? lengthTable(lengths) : null);
 }
 
 function lengthTable(lengths) {
