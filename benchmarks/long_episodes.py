@@ -15,6 +15,7 @@ import signal
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -90,12 +91,17 @@ class SeededActions:
     frozen_s = 0.0
     version = 0
 
-    def __init__(self, renderer: Renderer, *, attempt: int, turn_s: float) -> None:
-        """Count the turns of one attempt at each episode."""
+    def __init__(self, renderer: Renderer, *, attempt: int, hold_at: int) -> None:
+        """Count the turns of one attempt at each episode.
+
+        Args:
+            hold_at: turn at which episodes wait for the end of the actor; 0: none.
+        """
         encode = renderer.tokenizer.encode
         end = renderer.end_of_turn_ids[0]
         self._answers = [[*encode(f"{VERB} {colour} closed door 1"), end] for colour in COLOURS]
-        self._turn_s = turn_s
+        self._hold_at = hold_at
+        self._turns: Counter[str] = Counter()  # Turns by episode.
         self._attempt = str(attempt)
         self.num_turns = 0
         self.longest = 0  # Tokens of the longest prompt.
@@ -104,18 +110,21 @@ class SeededActions:
         self, prompt_ids: Sequence[int], *, request_id: str, seed: int, **_: Any
     ) -> Turn:
         """Sample a turn. Arguments are as of the engine."""
-        _, attempt, _ = request_id.rsplit(":", 2)
+        episode, attempt, _ = request_id.rsplit(":", 2)
+        if self._hold_at and self._turns[episode] >= self._hold_at:
+            await asyncio.Event().wait()
+        self._turns[episode] += 1
         self.num_turns += attempt == self._attempt
         self.longest = max(self.longest, len(prompt_ids))
         draw = random.Random(seed)
         token_ids = draw.choice(self._answers)
-        await asyncio.sleep(self._turn_s)
+        await asyncio.sleep(0)
         logprobs = [-draw.random() for _ in token_ids]
         versions = [0] * len(token_ids)
         return Turn(token_ids, logprobs, versions, is_stopped=True, num_prompt=len(prompt_ids))
 
 
-async def play(cfg: RunConfig, run_dir: RunDir, number: int, turn_s: float) -> None:
+async def play(cfg: RunConfig, run_dir: RunDir, number: int, hold_at: int) -> None:
     """Play until SIGTERM. A file has the number of turns of attempt `number`."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
@@ -139,7 +148,7 @@ async def play(cfg: RunConfig, run_dir: RunDir, number: int, turn_s: float) -> N
     )
     await delivery.connect(timeout_s=START_S)
     renderer = Renderer(AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True))
-    engine = SeededActions(renderer, attempt=number, turn_s=turn_s)
+    engine = SeededActions(renderer, attempt=number, hold_at=hold_at)
     episodes = EpisodePool(
         cfg.actor,
         actor=name,
@@ -209,13 +218,13 @@ async def _count(run_dir: RunDir, name: str, engine: SeededActions) -> None:
         path.write_text(f"{engine.num_turns} {engine.longest} {longest_s}", encoding="utf-8")
 
 
-def main(folder: str, number: str, turn_s: str) -> None:
+def main(folder: str, number: str, hold_at: str) -> None:
     """Run as one actor of a run."""
     gc.set_threshold(10_000)  # `run.py` sets the same threshold for every role.
     run_dir = RunDir(root=Path(folder))
     cfg = load_config(str(run_dir.config), [])
     configure_logging(f"actor-{number}", cfg.log.level)
-    uvloop.run(play(cfg, run_dir, int(number), float(turn_s)))
+    uvloop.run(play(cfg, run_dir, int(number), int(hold_at)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,13 +312,8 @@ def measure(
     num_episodes: int = NUM_EPISODES,
     num_turns: int = NUM_TURNS,
     kill_at: int = KILL_AT,
-    turn_s: float = 0.0,
 ) -> LongEpisodes:
-    """Play `num_episodes` at once, kill their actor at turn `kill_at`, and continue in another.
-
-    Args:
-        turn_s: seconds that the engine takes for a turn.
-    """
+    """Play `num_episodes` at once, kill their actor at turn `kill_at`, and continue in another."""
     run_dir = prepare_run(folder, num_episodes=num_episodes, num_turns=num_turns)
     with ExitStack() as children:
 
@@ -325,7 +329,7 @@ def measure(
         intake = start("intake", "-m", "benchmarks.transport", "intake", str(run_dir.root))
         roles = {"hub": hub, "scheduler": scheduler, "intake": intake}
         own = ("-m", "benchmarks.long_episodes", str(run_dir.root))
-        roles["actor"] = start("actor-0", *own, "0", str(turn_s))
+        roles["actor"] = start("actor-0", *own, "0", str((kill_at + num_turns) // 2))
         samples: list[RoleSample] = []
 
         def has_reached(turn: float) -> bool:
@@ -335,7 +339,7 @@ def measure(
         _await(lambda: has_reached(kill_at), roles)
         os.kill(roles["actor"].pid, signal.SIGKILL)
         num_killed, longest, _ = _counted(run_dir, "actor-0")
-        roles["actor"] = start("actor-1", *own, "1", str(turn_s))
+        roles["actor"] = start("actor-1", *own, "1", "0")
         started = time.monotonic()
         _await(lambda: _counted(run_dir, "actor-1")[0] > 0, roles)
         continue_s = time.monotonic() - started

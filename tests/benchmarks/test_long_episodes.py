@@ -26,7 +26,7 @@ def check(played: LongEpisodes, *, num_episodes: int, num_turns: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_episodes_continue_in_another_actor(tmp_path: Path) -> None:
-    played = measure(tmp_path, num_episodes=16, num_turns=60, kill_at=40, turn_s=0.05)
+    played = measure(tmp_path, num_episodes=16, num_turns=60, kill_at=40)
     check(played, num_episodes=16, num_turns=60)
 
 

@@ -186,6 +186,7 @@ ELSEWHERE = {
     "learner.moments": "learner/training/optimizer.py",  # see test_moments.py
     "learner.rounding": "learner/training/optimizer.py",  # see test_vanished.py
     "learner.max_lag_steps": "learner/main.py",
+    "learner.partial_episodes": "learner/build.py",  # See tests/learner/ingest/test_parts.py.
     "learner.hold_back_steps": "common/config/run_config.py",
     "learner.batch_timeout_s": "learner/main.py",
     "learner.publish_timeout_s": "learner/build.py",

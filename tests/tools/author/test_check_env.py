@@ -81,11 +81,11 @@ def test_example_passes_and_reports_reward_and_success_rules():
         ([("max_turns=8", "max_turns=0")], "subset four: max_turns below 1"),
         (
             [("item = parse_item(item_id, SUBSETS)", "raise OSError('no file')")],
-            "raises: sort: OSError: no file (reset of four-train-0)",
+            "raises: sort: OSError: no file (changed.py, line 23) (reset of four-train-0)",
         ),
         (
             [("word = action_text(action)", "word = [action_text(action)][len(self.left) == 3]")],
-            "raises: sort: IndexError: list index out of range (step of four-train-0, ",
+            "IndexError: list index out of range (changed.py, line 28) (step of four-train-0, ",
         ),
         (
             [("        return StepResult(", "        return ()\n        return StepResult(")],
