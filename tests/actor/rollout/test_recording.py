@@ -346,7 +346,15 @@ def stop_after(hub: Served, folder: Path, num_turns: int, **changes: Any) -> Non
     async def run() -> None:
         stop = asyncio.Event()
         engine = SeededEngine("rooms")
-        engine.before_turn = lambda n: stop.set() if n == num_turns else None
+        generate = engine.generate
+
+        async def generate_until(ids: Sequence[int], *, seed: int, **options: Any) -> Turn:
+            if engine.num_turns + 1 == num_turns:
+                stop.set()
+                await asyncio.Event().wait()  # The turn never ends: the actor is killed.
+            return await generate(ids, seed=seed, **options)
+
+        engine.generate = generate_until
         lease = lease_of("rooms", **changes)
         assert await play(hub, engine, lease, Recordings(folder), until=stop) is None
 
