@@ -181,26 +181,27 @@ class PartLog:
         self._file.close()
 
 
-def read_parts(path: Path, names: Collection[str]) -> dict[str, Trajectory]:
-    """Return the logged parts with these names in the step log; {} without a file.
+def each_part(path: Path, names: Collection[str]) -> Iterator[tuple[str, Trajectory]]:
+    """Yield the logged parts with these names in the step log, in order; none without a file.
+
+    A part of a skipped batch may be logged again, with the same content.
 
     Raises: ConfigError: a line is damaged; names it.
     """
-    parts: dict[str, Trajectory] = {}
-    if not path.exists():
-        return parts
+    if not names or not path.exists():
+        return
     for number, (name, line) in enumerate(_lines(path), 1):
         if name not in names:
             continue
         try:
             record = base64.b64decode(json.loads(line)["record"], validate=True)
-            parts[name] = unpack_record(record)
+            part = unpack_record(record)
         except (ValueError, KeyError, WireError) as error:
             raise ConfigError(
                 f"{path}: line {number} is damaged ({error!r}); restore it from a backup; only this"
                 " file has the parts of episodes that the run has trained on"
             ) from error
-    return parts
+        yield name, part
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:

@@ -15,7 +15,7 @@ from learner.journal.journal import read_journal
 from learner.journal.metrics import BEFORE_FIRST_STEP, MetricsWriter, iter_metrics
 from learner.objective.advantages import samples_of
 from learner.recovery.checksums import ChecksumLog
-from learner.recovery.parts import PartName, part_of, read_parts
+from learner.recovery.parts import PartName, each_part, part_of
 from learner.recovery.reward_log import GroupReward, rewarded
 from learner.recovery.step_log import REMEDY, LoggedStep, read_steps
 from learner.teacher.scores import TeacherScores
@@ -90,7 +90,7 @@ def with_parts(
     """
     parts = {name: PartName.parse(name) for name in names}
     early = [name for name, part in parts.items() if part.is_early]
-    found = read_parts(run_dir.parts, early) if early else {}
+    found = dict(each_part(run_dir.parts, early))
     for name, part in parts.items():
         if not part.is_early and part.episode_id in episodes:
             found[name] = part_of(episodes[part.episode_id], part.first_turn)

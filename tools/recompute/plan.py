@@ -12,7 +12,7 @@ from learner.ingest.journal_index import load_replay_point
 from learner.journal.files import journal_files, load_pruned, read_around_damage
 from learner.journal.journal import JournalPosition
 from learner.recovery.checksums import ChecksumRecord, Start, read_checksums
-from learner.recovery.parts import PartName
+from learner.recovery.parts import PartName, each_part
 from learner.recovery.resume import with_parts
 from learner.recovery.step_log import LoggedStep, load_pruned_steps, read_steps
 from learner.training.checkpoint import complete_checkpoints, load_values
@@ -183,14 +183,18 @@ class JournalEpisodes:
         self._held: dict[str, Trajectory] = {}
         self.damage: list[str] = []  # Descriptions of the damage found so far.
         self._rest = self._read()
+        early = {name for name in wanted if PartName.parse(name).is_early}
+        self._parts = each_part(run_dir.parts, early)
 
     def take(self, step: LoggedStep) -> dict[str, Trajectory]:
         """Return the episodes of a batch by id, once. Raises: EpisodesMissing."""
         names = [name for ids in step.groups for name in ids]
-        early = [name for name in names if PartName.parse(name).is_early]
-        self._held |= with_parts({}, early, self._run_dir)
+        early = {name for name in names if PartName.parse(name).is_early}
+        # Steps log their parts in order. Those of each are read once.
+        while early - self._held.keys() and (part := next(self._parts, None)) is not None:
+            self._held |= [part]
         missing = set(names) - self._held.keys()
-        while missing - {*early} and (record := next(self._rest, None)) is not None:
+        while missing - early and (record := next(self._rest, None)) is not None:
             held = with_parts(
                 {record.episode_id: record},
                 [n for n in self._names[record.episode_id] if not PartName.parse(n).is_early],

@@ -17,7 +17,7 @@ from learner.ingest.buffer import Group, GroupAssembly, TrajectoryBuffer, oldest
 from learner.ingest.journal_index import FROM_THE_START, JournalIndex
 from learner.ingest.reports import ReportLog
 from learner.journal.journal import JournalPosition, JournalWriter
-from learner.recovery.parts import PartLog, PartName, first_fresh_turn, part_of, read_parts
+from learner.recovery.parts import PartLog, PartName, each_part, first_fresh_turn, part_of
 from learner.recovery.resume import readopt, with_parts
 from learner.recovery.step_log import LoggedStep, StepLog
 from tests.learner.builders import make_episode, so_far
@@ -361,7 +361,7 @@ def test_parts_of_a_step_are_restored_bit_for_bit(tmp_path: Path) -> None:
     assert found[name].end_reason is EndReason.UNFINISHED
     run_dir.parts.write_text(f'{{"part":"{name}","record":"?"}}\n', encoding="utf-8")
     with pytest.raises(ConfigError, match="line 1 is damaged"):
-        read_parts(run_dir.parts, [name])
+        dict(each_part(run_dir.parts, [name]))
 
 
 def test_log_of_parts_is_pruned_with_the_step_log(tmp_path: Path) -> None:
@@ -376,7 +376,7 @@ def test_log_of_parts_is_pruned_with_the_step_log(tmp_path: Path) -> None:
     log.prune(run_dir.steps)
     log.append(parts[2:])
     log.close()
-    assert read_parts(run_dir.parts, names).keys() == {names[1], names[2]}
+    assert dict(each_part(run_dir.parts, names)).keys() == {names[1], names[2]}
     assert names[0].encode() not in run_dir.parts.read_bytes()
 
 
