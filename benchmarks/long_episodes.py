@@ -110,7 +110,7 @@ class SeededActions:
         self, prompt_ids: Sequence[int], *, request_id: str, seed: int, **_: Any
     ) -> Turn:
         """Sample a turn. Arguments are as of the engine."""
-        episode, attempt, _ = request_id.rsplit(":", 2)
+        episode, attempt = request_id.rsplit(":", 2)[:2]
         if self._hold_at and self._turns[episode] >= self._hold_at:
             await asyncio.Event().wait()
         self._turns[episode] += 1

@@ -10,7 +10,7 @@ import numpy as np
 from actor.agents.agents import Agents
 from actor.formats.renderer import Renderer
 from actor.rollout.env_client import HubStepResult
-from actor.rollout.episode import EnvSession, Turn, run_episode
+from actor.rollout.episode import EnvSession, OnTokens, Turn, run_episode
 from common.config.actor import ActorSection
 from common.wire.messages import Lease, Trajectory
 from learner.ingest.intake import refusal
@@ -55,7 +55,7 @@ while True:
 """
 
 
-async def act(ids: list[int], _: EnvSession) -> Turn:
+async def act(ids: list[int], _: EnvSession, /, on_tokens: OnTokens | None = None) -> Turn:
     """Sample an answer from the whole prompt, sometimes without an end of turn."""
     number = sum(i * each for i, each in enumerate(ids)) % 97
     said = TOKENIZER.encode(f"go north {number}", add_special_tokens=False)[: TURN_TOKENS - 1]

@@ -81,7 +81,7 @@ async def play(places: list[HubPlace], engine: SeededEngine, env: str) -> Trajec
 
 
 def place_of(hub: ServiceProcess, envs: Sequence[str]) -> HubPlace:
-    return HubPlace(url=hub.target.url, token=hub.target.token, envs=list(envs))
+    return HubPlace(url=hub.target.url, token=hub.target.token or "", envs=list(envs))
 
 
 @pytest.fixture(scope="module")

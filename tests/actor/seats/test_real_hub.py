@@ -2,11 +2,12 @@
 
 import asyncio
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from actor.rollout.env_client import HubClient
-from actor.rollout.episode import Act, Render
+from actor.rollout.episode import Render, StreamingAct
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
 from actor.seats.seats import Seats
 from common.wire.messages import EndReason, PolicyKind, Trajectory
@@ -18,10 +19,10 @@ from tools.evaluate.play import EpisodePlayer, PlannedEpisode, PlayJob, play
 NUM_GAMES = 40
 
 
-def expert(plan: PlannedEpisode) -> tuple[Act, Render]:
+def expert(plan: PlannedEpisode) -> tuple[StreamingAct, Render]:
     render = ScriptedRender()
     policy = ScriptedPolicy(PolicyKind.EXPERT, seed=plan.episode_id, render=render)
-    return policy.act, render
+    return cast(StreamingAct, policy.act), render  # No program plays here.
 
 
 def games_of(url: str, folder: Path, **seats: list[str]) -> list[Trajectory]:

@@ -9,7 +9,7 @@ import pytest
 
 from actor.agents.agents import Agents
 from actor.formats.renderer import Renderer
-from actor.rollout.episode import ContextFull, PolicyFailed, Turn
+from actor.rollout.episode import ContextFull, OnTokens, PolicyFailed, Turn
 from common.config.actor import ActorSection
 from common.errors import ConfigError, LongstrideError
 from common.wire.messages import EndReason, EpisodeKind, Trajectory
@@ -37,7 +37,7 @@ class Going:
         self.num_at_once = 0
         self.most_at_once = 0
 
-    async def act(self, _: list[int], session: Any) -> Turn:
+    async def act(self, _: list[int], session: Any, /, on_tokens: OnTokens | None = None) -> Turn:
         self.num_at_once += 1
         self.most_at_once = max(self.most_at_once, self.num_at_once)
         await asyncio.sleep(0.01)
