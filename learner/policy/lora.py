@@ -8,8 +8,8 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -69,9 +69,9 @@ def add_adapters(model: PreTrainedModel, cfg: LoraSection, *, base_path: str) ->
     for _, layer in adapted_layers(model):
         is_linear = isinstance(layer.base_layer, nn.Linear)
         if cfg.is_merged and is_linear:
-            layer.forward = partial(_summed_forward, layer)
+            layer.forward = MethodType(_summed_forward, layer)
         elif is_linear:
-            layer.forward = partial(_added_forward, layer)
+            layer.forward = MethodType(_added_forward, layer)
         # Autocast casts; otherwise each input would have a copy in fp32.
         layer.cast_input_dtype_enabled = False
 

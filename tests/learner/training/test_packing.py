@@ -23,6 +23,7 @@ from common.config.learner import (
     CriticSection,
     Layout,
     LearnerSection,
+    LoraSection,
     Precision,
 )
 from common.errors import ConfigError
@@ -30,6 +31,7 @@ from learner.batch.batching import MicroBatch, collate_tokens
 from learner.policy.forward import Networks
 from learner.policy.kernels import compiling
 from learner.policy.kernels.compiling import compile_parts
+from learner.policy.lora import add_adapters
 from learner.policy.model import Critic
 from learner.training.ranks import Ranks
 from learner.training.step import Gradient, Gradients, ScoredBatch, TrainerSettings
@@ -239,6 +241,28 @@ def test_no_block_recompiles_after_first_kernels(
             with torch.no_grad():
                 passes.score(tokens)
                 passes.score_by_reference(tokens)
+
+
+def test_layers_with_adapters_share_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def num_kernels(num_layers: int) -> int:
+        graphs: list[torch.fx.GraphModule] = []
+
+        def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        model = make_model(num_layers=num_layers)
+        add_adapters(model, LoraSection(rank=2), base_path="base")
+        with monkeypatch.context() as patch:
+            patch.setattr(compiling, "_compiled", {})
+            patch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+            torch._dynamo.reset()
+            compile_parts([model], fit="")
+            model(torch.arange(9)[None]).logits.sum().backward()
+        return len(graphs)
+
+    # The first layer differs, since its input needs no gradient.
+    assert 0 < num_kernels(2) == num_kernels(5)
 
 
 def test_copied_compiled_network_uses_own_weights(traced_only: None) -> None:
