@@ -343,7 +343,7 @@ def measure(
         started = time.monotonic()
         _await(lambda: _counted(run_dir, "actor-1")[0] > 0, roles)
         continue_s = time.monotonic() - started
-        _await(lambda: _ledger(run_dir).get("trained", 0) >= num_episodes, roles)
+        _await(lambda: _num_ended(run_dir, num_episodes) == num_episodes, roles)
         num_after, longest_after, blocked_s = _counted(run_dir, "actor-1")
         at_end = _sample(run_dir, roles, num_episodes=num_episodes)
         arrived = [trajectory for _, trajectory in read_journal(run_dir.journal)]
@@ -409,6 +409,16 @@ def _sample(run_dir: RunDir, roles: dict[str, ChildProcess], *, num_episodes: in
         cpu_s[name] = sum(sum(member.cpu_times()[:2]) for member in family)
         rss_bytes[name] = sum(member.memory_info().rss for member in family)
     return RoleSample(turn=turn, cpu_s=cpu_s, rss_bytes=rss_bytes)
+
+
+def _num_ended(run_dir: RunDir, num_episodes: int) -> int:
+    """Return how many of the first episodes have an outcome. The second actor plays others, too."""
+    if not run_dir.outcomes.exists():
+        return 0
+    with run_dir.outcomes.open(encoding="utf-8") as lines:
+        names = [json.loads(line)[0] for line in lines if line.endswith("\n")]
+    groups = [int(name.partition("/")[0].removeprefix("g")) for name in names]
+    return sum(group < num_episodes // GROUP for group in groups)
 
 
 def _ledger(run_dir: RunDir) -> dict[str, int]:
