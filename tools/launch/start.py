@@ -36,6 +36,10 @@ OF_THE_MACHINE = (
 # The installed libraries, or code of the user, do not fit the product.
 OF_THE_CODE = (TypeError, AttributeError, NameError, NotImplementedError)
 MAX_LINE_CHARS = 1_000
+FOREIGN_TORCHVISION = (
+    "torchvision is of another build than torch, and no run needs it; remove it: python -m pip"
+    " uninstall torchvision torchaudio torchcodec (uv: uv pip uninstall, then uv run --no-sync)"
+)
 
 
 class StartGuard:
@@ -69,6 +73,8 @@ class StartGuard:
         if isinstance(error, ImportError):
             logger.error("an import failed", exc_info=error)
             remedy = "run `make setup`, which installs the required versions"
+            if _is_foreign_torchvision(error):
+                remedy = FOREIGN_TORCHVISION
             raise ConfigError(f"{type(error).__name__}: {error}; {remedy}") from error
         is_refused = isinstance(error, RuntimeError) and REFUSED.search(str(error)) is not None
         if isinstance(error, OF_THE_CODE) or is_refused:
@@ -89,6 +95,13 @@ class StartGuard:
         if not isinstance(name, str):
             return False
         return self._folder is None or not Path(name).absolute().is_relative_to(self._folder)
+
+
+def _is_foreign_torchvision(error: BaseException | None) -> bool:
+    """Return whether an error has this cause: torchvision lacks the operators of its torch."""
+    while error is not None and "operator torchvision::" not in str(error):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def one_line(error: BaseException) -> str:

@@ -26,6 +26,13 @@ def test_failed_import_raises_config_error_with_remedy(tmp_path: Path) -> None:
         fail(ModuleNotFoundError("No module named 'vllm'"), tmp_path)
 
 
+def test_torchvision_of_another_build_is_named(tmp_path: Path) -> None:
+    error = ModuleNotFoundError("Could not import module 'PreTrainedModel'")
+    error.__cause__ = RuntimeError("operator torchvision::nms does not exist")
+    with pytest.raises(ConfigError, match=r"'PreTrainedModel'; torchvision is of another build"):
+        fail(error, tmp_path)
+
+
 @pytest.mark.parametrize(
     "error",
     [
