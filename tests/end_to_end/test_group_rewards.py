@@ -46,6 +46,16 @@ def test_run_trains_on_the_rewards_of_groups_and_recomputes_them(tmp_path: Path)
     assert "equal: all 3 checksums" in done.stdout
 
 
+def test_games_of_several_seats_have_rewards_of_groups(tmp_path: Path) -> None:
+    reward = f"groups.reward={EXAMPLE}:wins"
+    with Run(tmp_path, *OVERRIDES, reward, config="selfplay-nim") as run:
+        assert run.wait(timeout_s=900) == 0, run.output[-3000:]
+        lines = run.metrics()
+    assert [line["step"] for line in lines] == [1, 2]
+    assert lines[0]["group_rewards/failed"] == 0.0
+    assert 0.0 < lines[0]["group_rewards/wins_mean"] < 1.0
+
+
 def test_function_that_fails_ends_the_run_with_its_error(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("def rank(group):\n    return [1.0]\n", encoding="utf-8")
