@@ -240,7 +240,7 @@ class RoleSample:
 class LongEpisodes:
     """The course of all episodes up to the last acknowledgement."""
 
-    samples: list[RoleSample]  # Of the first actor.
+    samples: list[RoleSample]  # Taken while the first actor runs.
     num_sampled: int  # Turns of both engines.
     longest_prompt: int  # Tokens.
     blocked_s: float  # The longest delay of the event loop of the second actor.
@@ -328,8 +328,8 @@ def measure(
         scheduler.wait_until((run_dir.addresses / "scheduler").exists, timeout_s=START_S)
         intake = start("intake", "-m", "benchmarks.transport", "intake", str(run_dir.root))
         roles = {"hub": hub, "scheduler": scheduler, "intake": intake}
-        own = ("-m", "benchmarks.long_episodes", str(run_dir.root))
-        roles["actor"] = start("actor-0", *own, "0", str((kill_at + num_turns) // 2))
+        command = ("-m", "benchmarks.long_episodes", str(run_dir.root))
+        roles["actor"] = start("actor-0", *command, "0", str((kill_at + num_turns) // 2))
         samples: list[RoleSample] = []
 
         def has_reached(turn: float) -> bool:
@@ -339,7 +339,7 @@ def measure(
         _await(lambda: has_reached(kill_at), roles)
         os.kill(roles["actor"].pid, signal.SIGKILL)
         num_killed, longest, _ = _counted(run_dir, "actor-0")
-        roles["actor"] = start("actor-1", *own, "1", "0")
+        roles["actor"] = start("actor-1", *command, "1", "0")
         started = time.monotonic()
         _await(lambda: _counted(run_dir, "actor-1")[0] > 0, roles)
         continue_s = time.monotonic() - started

@@ -42,7 +42,7 @@ LIBRARIES = {  # Module and package of each tracker.
     TrackerName.MLFLOW: ("mlflow", "mlflow"),
     TrackerName.TRACKIO: ("trackio", "trackio"),
 }
-METHODS = {"send": ("step", "values"), "close": ()}  # Of a tracker, with their arguments.
+METHODS = {"send": ("step", "values"), "close": ()}  # A tracker's methods, with their arguments.
 MAX_WAITING = 1_000  # Steps that wait for a slow tracker. Further ones are left out.
 CLOSE_S = 60.0
 READ_S = 30.0  # Maximum seconds of reading the journal for evaluations.

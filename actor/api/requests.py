@@ -158,7 +158,7 @@ class PolicyAnswer:
 class AnswerHead:
     """The fields of an answer that exist before its first token."""
 
-    number: str  # As in `PolicyAnswer`.
+    number: str  # The same as in `PolicyAnswer`.
     num_prompt: int
 
 
@@ -168,7 +168,9 @@ class AnswerPart:
 
     text: str = ""
     thoughts: str = ""
-    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])  # As in the answer.
+    logprobs: list[TokenLogprob] = field(
+        default_factory=list[TokenLogprob]
+    )  # The same as in the answer.
 
     def __bool__(self) -> bool:
         return bool(self.text or self.thoughts or self.logprobs)

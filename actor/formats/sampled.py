@@ -141,11 +141,11 @@ class GrowingText:
 
     def _read(self, *, is_end: bool) -> None:
         """Append the characters of the tokens that were not read yet."""
-        known = self._tokenizer.decode(self._run[: self._num_read])
+        earlier = self._tokenizer.decode(self._run[: self._num_read])
         text = self._tokenizer.decode(self._run)
-        if len(text) <= len(known) or (text.endswith(INCOMPLETE) and not is_end):
+        if len(text) <= len(earlier) or (text.endswith(INCOMPLETE) and not is_end):
             return
-        self.text += text[len(known) :]
+        self.text += text[len(earlier) :]
         del self._run[: self._num_read]
         self._num_read = len(self._run)
 

@@ -54,9 +54,9 @@ class Study:
 
         The first override of the study names the policy to train, unless a new one is made.
         """
-        command, *own = self.start
-        named = () if "sft.from_scratch=true" in own else self.overrides[:1]
-        return [command, *merged(named, own)]
+        command, *overrides = self.start
+        named = () if "sft.from_scratch=true" in overrides else self.overrides[:1]
+        return [command, *merged(named, overrides)]
 
     def _run(self, arm: str, seed: int) -> PlannedRun:
         """Return one run of an arm."""

@@ -68,14 +68,14 @@ def _episodes_of(
     ids = {PartName.parse(name).episode_id for name in wanted}
     journal = read_journal(run_dir.journal, start=start.position)
     episodes = {t.episode_id: t for _, t in journal if t.episode_id in ids}
-    found = with_parts(episodes, wanted, run_dir)
+    logged = with_parts(episodes, wanted, run_dir)
     for name, version in wanted.items():
-        if name not in found:
+        if name not in logged:
             raise LongstrideError(
                 f"{run_dir.journal}: episode {name} is missing after {start.position}, but step"
                 f" {version} trained on it. Restore the journal from a backup."
             )
-    return found
+    return logged
 
 
 def with_parts(
@@ -90,11 +90,11 @@ def with_parts(
     """
     parts = {name: PartName.parse(name) for name in names}
     early = [name for name, part in parts.items() if part.is_early]
-    found = dict(each_part(run_dir.parts, early))
+    trained = dict(each_part(run_dir.parts, early))
     for name, part in parts.items():
         if not part.is_early and part.episode_id in episodes:
-            found[name] = part_of(episodes[part.episode_id], part.first_turn)
-    return found
+            trained[name] = part_of(episodes[part.episode_id], part.first_turn)
+    return trained
 
 
 def repeat_steps(

@@ -195,13 +195,13 @@ class JournalEpisodes:
             self._held |= [part]
         missing = set(names) - self._held.keys()
         while missing - early and (record := next(self._rest, None)) is not None:
-            held = with_parts(
+            episodes = with_parts(
                 {record.episode_id: record},
                 [n for n in self._names[record.episode_id] if not PartName.parse(n).is_early],
                 self._run_dir,
             )
-            self._held |= held
-            missing -= held.keys()
+            self._held |= episodes
+            missing -= episodes.keys()
         if missing:
             # The journal may have been pruned since the plan was made.
             pruned = load_pruned(self._folder)

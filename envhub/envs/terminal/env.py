@@ -575,7 +575,9 @@ def files_of_archive(content: bytes, paths: Sequence[str]) -> list[SandboxFile]:
     with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:
         for member in archive:
             path = posixpath.normpath(f"/{member.name}")
-            is_file = member.isreg() or member.islnk()  # Of two hard links, one is a link.
+            is_file = (
+                member.isreg() or member.islnk()
+            )  # tar stores one name of a hard-linked file as a link.
             if is_file and any(f"{path}/".startswith(f"{each}/") for each in paths):
                 file = archive.extractfile(member)
                 assert file is not None

@@ -341,16 +341,16 @@ def _separated(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     where it has none and `tests` has no Dockerfile.
     """
     verifier = settings.get("verifier") or {}
-    own = verifier.get("environment")
-    mode = verifier.get("environment_mode") or (SHARED if own is None else SEPARATE)
+    separate = verifier.get("environment")
+    mode = verifier.get("environment_mode") or (SHARED if separate is None else SEPARATE)
     if mode not in (SEPARATE, SHARED):
         raise ConfigError(f"{HARBOR}: verifier.environment_mode={mode!r} is none of its modes")
     if mode == SHARED:
-        if own is not None:
+        if separate is not None:
             raise ConfigError(f"{HARBOR}: verifier.environment needs environment_mode={SEPARATE!r}")
         return None
     environment = {**(settings.get("environment") or {}), "docker_image": None}
-    return {"verifier": verifier, "environment": environment if own is None else own}
+    return {"verifier": verifier, "environment": environment if separate is None else separate}
 
 
 def _artifacts(settings: Mapping[str, Any]) -> tuple[str, ...]:

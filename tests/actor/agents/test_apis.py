@@ -402,15 +402,15 @@ def test_streams_emit_their_api_events_in_order() -> None:
     async def run() -> None:
         async with endpoint(ByHeart([TEXTS[0]])) as at:
             body = {"messages": [USER], "tools": [TOOL], "stream": True}
-            _, told = await at.post(CHAT, {**body, "stream_options": {"include_usage": True}})
-            *chunks, done = [data for _, data in events_of(told)]
+            _, reply = await at.post(CHAT, {**body, "stream_options": {"include_usage": True}})
+            *chunks, done = [data for _, data in events_of(reply)]
             assert done == "[DONE]"
             *parts, usage = map(json.loads, chunks)
             deltas = [list(part["choices"][0]["delta"]) for part in parts]
             assert kinds_of(deltas) == [["role", "content"], ["content"], ["tool_calls"], []]
             assert (usage["choices"], usage["usage"]["completion_tokens"] > 9) == ([], True)
-            _, told = await at.post(RESPONSES, {"input": "go", "tools": [FLAT], "stream": True})
-            events = events_of(told)
+            _, reply = await at.post(RESPONSES, {"input": "go", "tools": [FLAT], "stream": True})
+            events = events_of(reply)
             assert kinds_of([name.removeprefix("response.") for name, _ in events]) == [
                 *("created", "in_progress", "output_item.added", "content_part.added"),
                 *("output_text.delta", "output_text.done", "content_part.done"),
@@ -420,11 +420,11 @@ def test_streams_emit_their_api_events_in_order() -> None:
             numbers = [json.loads(data)["sequence_number"] for _, data in events]
             assert numbers == list(range(len(events)))
             how = {"messages": [USER], "tools": [NAMED], "max_tokens": 99, "stream": True}
-            _, told = await at.post(MESSAGES, how)
+            _, reply = await at.post(MESSAGES, how)
             block = [f"content_block_{kind}" for kind in ("start", "delta", "stop")]
             names = ["message_start", *block, *block, "message_delta", "message_stop"]
-            assert kinds_of([name for name, _ in events_of(told)]) == names
-            status, told = await at.post(MESSAGES, {**how, "messages": []})
-            assert (status, code_of(MESSAGES, told)) == (400, "invalid_value")
+            assert kinds_of([name for name, _ in events_of(reply)]) == names
+            status, reply = await at.post(MESSAGES, {**how, "messages": []})
+            assert (status, code_of(MESSAGES, reply)) == (400, "invalid_value")
 
     asyncio.run(run())

@@ -270,8 +270,8 @@ def test_failure_in_mid_stream_is_reported_and_fails_the_episode(path: str) -> N
             status, stream = await at.post(path, STREAMED[path])
             assert status == 200
             _, data = events_of(stream)[-1]
-            told = json.loads(data)
-            error = told.get("error") or told["response"]["error"]
+            event = json.loads(data)
+            error = event.get("error") or event["response"]["error"]
             assert "engine died" in error["message"]
             assert "engine died" in str(at.episode.failed.exception())
             assert at.episode.refused == {"policy_failed": 1}

@@ -71,7 +71,7 @@ def test_shared_beginning_is_stored_once_on_the_wire_and_in_the_journal(tmp_path
     num_system = len(TOKENIZER.encode(SYSTEM["content"], add_special_tokens=False))
     in_rows = sum(len(row.token_ids) for row in as_rows(trajectory))
     num_stored = len(trajectory.token_ids)
-    # Of the sub-agents, one row has the system text.
+    # One sub-agent's row has the system text.
     assert in_rows - num_stored >= (2 * NUM_SUB_AGENTS - 1) * num_system
     assert sum(num for _, num in prefixes_of(trajectory)) == in_rows - num_stored
     on_wire: dict[bool, int] = {}

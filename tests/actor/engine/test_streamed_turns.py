@@ -22,7 +22,7 @@ from tests.actor.engine.test_engine import make_prompts
 pytestmark = pytest.mark.slow
 
 PROMPT = [5, 6, 7]
-MAX_TOKENS = 200  # Of an answer.
+MAX_TOKENS = 200  # An answer has at most so many.
 
 
 @pytest.fixture

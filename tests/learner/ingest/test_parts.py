@@ -352,13 +352,13 @@ def test_parts_of_a_step_are_restored_bit_for_bit(tmp_path: Path) -> None:
     log.close()
     run_dir.parts.write_bytes(run_dir.parts.read_bytes() + b'{"part":"torn')
     PartLog(run_dir.parts).close()
-    found = with_parts({whole.episode_id: whole}, [name, "g0000000/0@3"], run_dir)
-    assert found.keys() == {name, "g0000000/0@3"}
-    for part, expected in ((found[name], early), (found["g0000000/0@3"], part_of(whole, 3))):
+    logged = with_parts({whole.episode_id: whole}, [name, "g0000000/0@3"], run_dir)
+    assert logged.keys() == {name, "g0000000/0@3"}
+    for part, expected in ((logged[name], early), (logged["g0000000/0@3"], part_of(whole, 3))):
         for column in ("token_ids", "loss_mask", "logprobs", "versions", "turn_ids"):
             assert np.array_equal(getattr(part, column), getattr(expected, column))
         assert part.num_shared_turns == expected.num_shared_turns
-    assert found[name].end_reason is EndReason.UNFINISHED
+    assert logged[name].end_reason is EndReason.UNFINISHED
     run_dir.parts.write_text(f'{{"part":"{name}","record":"?"}}\n', encoding="utf-8")
     with pytest.raises(ConfigError, match="line 1 is damaged"):
         dict(each_part(run_dir.parts, [name]))
