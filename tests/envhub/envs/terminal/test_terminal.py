@@ -334,11 +334,12 @@ def test_artifact_that_a_process_still_writes_is_packed(tmp_path: Path) -> None:
     log.write_bytes(bytes(60_000_000))
     packed = tmp_path / "packed.tar"
     script = PACK.replace(PACKED, str(packed))
-    with subprocess.Popen(["sh", "-c", 'while [ -e "$1" ]; do echo >> "$1"; done', "sh", log]):
+    writes = ["sh", "-c", 'while :; do echo >> "$1"; done', "sh", log]
+    with subprocess.Popen(writes) as writer:
         try:
             done = subprocess.run(["sh", "-c", script, "sh", log], capture_output=True, check=False)
         finally:
-            log.unlink()
+            writer.kill()
     assert b"file changed as we read it" in done.stderr
     assert done.returncode == 0
     [artifact] = files_of_archive(packed.read_bytes(), [str(log)])
