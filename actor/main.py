@@ -293,6 +293,7 @@ def _recordings(cfg: RunConfig, access: RunAccess, engine: Engine) -> Recordings
         max_lag_steps=cfg.learner.max_lag_steps,
         max_stretch=cfg.scheduler.max_stretch,
         max_ahead_steps=cfg.scheduler.max_ahead_steps,
+        hold_back_steps=cfg.learner.hold_back_steps,
         is_by_turn=cfg.learner.partial_episodes is PartialEpisodes.TURNS,
     )
     return Recordings(

@@ -67,7 +67,8 @@ class TrainBatch:
 
     @property
     def members(self) -> list[Trajectory]:
-        return [member for group in self.groups for member in group.members]
+        """The members of the groups, without early parts."""
+        return [member for group in self.groups if not group.is_early for member in group.members]
 
     @property
     def early_parts(self) -> list[Trajectory]:

@@ -65,13 +65,15 @@ class LagRule:
     """Decides by the versions of its tokens whether an episode may continue.
 
     Example (bound of 4 steps, stretch 2, 1 step ahead): tokens of the versions 3 to 7 took four
-    steps, so the episode may be five steps old when it continues.
+    steps, so the episode may be five steps old when it continues. If the learner holds back two
+    versions, the engine may have the version 6 at most.
     """
 
     needs_one_version: bool
     max_lag_steps: int  # The configured bound of the learner.
     max_stretch: float  # Factor by which the scheduler may raise it.
     max_ahead_steps: int
+    hold_back_steps: int = 0  # Versions by which the learner is ahead of the engine.
     is_by_turn: bool = False  # The learner trains the fresh turns of an episode without the others.
 
     def why_not(self, lease: Lease, versions: set[int], *, version: int) -> str:
@@ -88,7 +90,7 @@ class LagRule:
             return "" if versions == {version} else f"all its tokens need the version {version}"
         if self.is_by_turn:
             return ""
-        lag = version - min(versions)
+        lag = version + self.hold_back_steps - min(versions)
         predicted = max(versions) - min(versions) + self.max_ahead_steps
         most = int(self.max_lag_steps * self.max_stretch)
         bound = min(max(predicted, self.max_lag_steps), most)

@@ -373,8 +373,9 @@ def _conform_leaf(value: Any, kind: Any, key: str) -> Any:
     if choices := choices_of(kind):
         by_name = {str(member.value).lower(): member for member in choices}
         named = value.value if isinstance(value, Enum) else value
-        if isinstance(named, bool):  # YAML reads the words true and false as booleans.
-            named = str(named)
+        if isinstance(named, bool):  # YAML reads the words on, off, true and false as booleans.
+            words = ("true", "on") if named else ("false", "off")
+            named = next((word for word in words if word in by_name), words[0])
         if isinstance(named, str) and (key, named.lower()) in REMOVED_VALUES:
             used = REMOVED_VALUES[key, named.lower()]
             _warn_once(f"{key}={named} is removed and will be refused; {key}={used} is used")

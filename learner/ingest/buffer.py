@@ -446,6 +446,8 @@ class GroupAssembly:
     def _parts_in(self, trajectory: Trajectory) -> list[PartName]:
         """Return the trained parts of an episode. One that began anew does not have them."""
         parts = self._trained.get(trajectory.episode_id, [])
+        if not len(trajectory.token_ids):  # A failure such as `too_large` has lost its tokens.
+            return parts
         return [part for part in parts if part.is_in(trajectory)]
 
     def _num_trained(self, trajectory: Trajectory) -> int:
@@ -460,7 +462,7 @@ class GroupAssembly:
         num_done = sum(counts.values())
         if not num_done:
             return _outcome(trajectory, outcome, cause)
-        num_stale = int(np.count_nonzero(trajectory.loss_mask)) - num_done
+        num_stale = max(0, int(np.count_nonzero(trajectory.loss_mask)) - num_done)
         return replace(_outcome(trajectory, Outcome.TRAINED, ""), num_stale_tokens=num_stale)
 
     def _as_parts(self, group: Group, version: int, max_lag_steps: int) -> Group:

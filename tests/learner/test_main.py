@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,20 @@ def test_checkpoint_seconds_appear_in_the_next_steps_metrics(tmp_path: Path) -> 
     before, after = neighbour.lines
     assert "train/checkpoint_s" not in before
     assert 0.0 < after["train/checkpoint_stall_s"] < after["train/checkpoint_s"] < 60.0
+
+
+def test_horizons_of_a_batch_are_those_of_its_groups(tmp_path: Path) -> None:
+    neighbour = Neighbour()
+    loop = Loop(RunConfig(), make_learner(tmp_path, neighbour), threading.Event())
+    member = make_trajectory([1, 2], [0, 1])
+    groups = [
+        Group(group_id="g0", members=[replace(member, horizon=4)]),
+        Group(group_id="g1", members=[replace(member, horizon=50)], is_early=True),
+    ]
+    batch = TrainBatch(groups=groups, stale=[], waited_s=0.0)
+    kept = Decision(lr_scale=1.0, is_skipped=False, max_ahead_steps=0)
+    loop._log_metrics(batch, TrainResult(metrics={}, decision=kept))
+    assert neighbour.lines[0]["horizon/mean"] == 4.0
 
 
 @pytest.mark.parametrize(

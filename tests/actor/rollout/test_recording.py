@@ -472,6 +472,12 @@ def test_episode_that_is_trained_by_turns_continues_at_any_lag() -> None:
     assert rule.why_not(evaluated, {3}, version=4)
 
 
+def test_lag_of_a_continued_episode_counts_versions_that_are_held_back() -> None:
+    rule = replace(RULE, max_lag_steps=16, max_stretch=1.0, hold_back_steps=16)
+    assert rule.why_not(lease_of("rooms"), {3}, version=3) == ""
+    assert "lag of 17 steps, not 16" in rule.why_not(lease_of("rooms"), {3}, version=4)
+
+
 def test_evaluation_continues_only_at_the_same_version() -> None:
     lease = lease_of("rooms", kind=EpisodeKind.EVAL)
     assert RULE.why_not(lease, {3}, version=3) == ""

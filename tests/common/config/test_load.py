@@ -8,7 +8,7 @@ import pytest
 from actor.policy import PolicyConfig
 from common.config.actor import ContextKind
 from common.config.algorithm import Baseline
-from common.config.learner import WeightsTransport
+from common.config.learner import PartialEpisodes, WeightsTransport
 from common.config.live import with_values
 from common.config.load import (
     config_as_yaml,
@@ -45,6 +45,13 @@ def error_of(overrides: list[str], config: str | None = None) -> str:
 def test_defaults_hold_when_nothing_is_given() -> None:
     cfg = load_config(None, [MODEL])
     assert (cfg.run.name, cfg.learner.lr, cfg.groups.size) == ("quickstart", 1e-6, 8)
+
+
+def test_words_that_yaml_reads_as_booleans_name_members() -> None:
+    cfg = load_config(None, [MODEL, "learner.partial_episodes=off"])
+    assert cfg.learner.partial_episodes is PartialEpisodes.OFF
+    with pytest.raises(ConfigError, match="partial_episodes=true: expects one of off"):
+        load_config(None, [MODEL, "learner.partial_episodes=true"])
 
 
 def test_hub_accepts_every_samplable_action() -> None:

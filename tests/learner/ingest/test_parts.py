@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from actor.delivery import ARRAYS
 from common.config.algorithm import AlgorithmSection
 from common.config.groups import GroupsSection
 from common.errors import ConfigError
@@ -147,6 +148,26 @@ def test_a_failure_after_a_trained_part_is_trained() -> None:
     take(groups, 5, bound=2)
     (outcome,), _ = groups.add(replace(whole, end_reason=EndReason.ENV_ERROR))
     assert (outcome.outcome, outcome.num_stale_tokens) == (Outcome.TRAINED, 2)
+
+
+def test_a_failure_without_tokens_is_trained_if_a_part_of_it_was() -> None:
+    for is_trained in (False, True):
+        groups = make_groups()
+        whole = make_episode([3, 3, 6], name="g0000001")
+        groups.add_part(so_far(whole, 2))
+        groups.add(make_episode([5]))
+        taken, _ = groups.take(5, max_lag_steps=2, in_order=False)
+        if is_trained:
+            groups.note_trained(taken)
+        (outcome,), _ = groups.add(without_tokens(whole))
+        expected = Outcome.TRAINED if is_trained else Outcome.FAILED
+        assert (outcome.outcome, outcome.num_stale_tokens) == (expected, 0)
+
+
+def without_tokens(whole: Trajectory) -> Trajectory:
+    """Return the record of an episode that was too large for a message."""
+    nothing = {name: getattr(whole, name)[:0] for name in ARRAYS}
+    return replace(whole, end_reason=EndReason.TOO_LARGE, num_turns=0, **nothing)
 
 
 def test_a_skipped_part_is_not_trained() -> None:
