@@ -32,7 +32,7 @@ from actor.seats.seats import Seats
 from actor.seeds import SamplingSeeds, environment_seed
 from common.config.actor import ActorSection, AtUpdate
 from common.errors import EnvPaused, HubLost
-from common.forks import as_fork
+from common.segments import as_fork
 from common.wire.messages import EpisodeKind, Lease, PolicyKind, Trajectory
 
 if TYPE_CHECKING:  # The import takes seconds.

@@ -9,8 +9,8 @@ The environment loads its last saved state. Steps after that state, or all steps
 none, are performed again if equal actions have equal results. Results that differ from the record,
 or another prompt, end the attempt with `CannotContinue`: the episode begins anew.
 
-A fork begins with the first turns of another episode's record (`common.forks`). The trunk hands it
-out when it asks for the turn after them, so that the forks have at least one turn of their own.
+A fork begins with the first turns of another episode's record (`common.segments`). The trunk hands
+it out when it asks for the turn after them, so that the forks have at least one turn of their own.
 
 With a folder, each step is appended to a file. An actor that plays the next attempt at the episode
 reads it. The files survive a killed process, not a power cut: they are not synced.

@@ -351,7 +351,7 @@ class Trajectory(EpisodeIdentity):
     # Their tokens are context here. A part of an episode is a fork of its own earlier turns.
     num_shared_turns: Count = 0
     trunk: Count = 0  # Member number of the trunk.
-    shared_digest: Integer = 0  # Digest of the shared sampled tokens, see `common.forks`.
+    shared_digest: Integer = 0  # Digest of the shared sampled tokens, see `common.segments`.
     # [seq, layer, chosen] uint8 or int16 experts that the engine chose for each token; [0] if it
     # records none. Layers without experts hold zeros.
     expert_ids: np.ndarray = field(default_factory=_none_chosen, repr=False)

@@ -25,7 +25,7 @@ import numpy as np
 
 from common.config.algorithm import AlgorithmSection
 from common.config.groups import GroupsSection
-from common.forks import shared_digest
+from common.segments import shared_digest
 from common.wire.messages import Trajectory
 from learner.algorithms.interface import GroupAdvantages
 

@@ -2,7 +2,7 @@
 
 With `learner.partial_episodes=turns` staleness is decided turn by turn. Turns of an episode that
 were trained before, or are stale, become context, as the shared turns of a fork are
-(`common.forks`). A part is therefore a fork of its own episode.
+(`common.segments`). A part is therefore a fork of its own episode.
 
 A part that is trained before its group is logged as it was trained: the journal does not have it.
 The log is synced before the step is logged.
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import ConfigError, WireError
-from common.forks import from_turn, token_digest
+from common.segments import from_turn, token_digest
 from common.store.disk import AppendFile, with_room
 from common.store.run_dir import cut_head
 from common.wire.codec import pack_record, unpack_record

@@ -16,8 +16,7 @@ from actor.rollout.recording import TURNS, Recordings
 from common.config.actor import ActorSection
 from common.config.groups import GroupsSection
 from common.errors import ConfigError
-from common.forks import shared_digest
-from common.segments import as_rows, asides_of
+from common.segments import as_rows, asides_of, shared_digest
 from common.wire.messages import HubPlace, Lease, Trajectory
 from learner.ingest.intake import refusal
 from tests.actor.rollout.test_recording import (

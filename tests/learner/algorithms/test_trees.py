@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from common.config.algorithm import Advantage, AlgorithmSection, Baseline
-from common.forks import as_fork
+from common.segments import as_fork
 from common.wire.messages import Trajectory
 from learner.algorithms.trees import trees_of
 from learner.batch.rows import rows_of
