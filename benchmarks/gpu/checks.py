@@ -16,8 +16,7 @@ from benchmarks.learner.checks.bench import DeviceBench
 from benchmarks.learner.prefix_trees import SHAPES, add_shape, samples_of
 from benchmarks.learner.step import STILL, BareStep
 from common.config.learner import Attention, Layout
-from learner.batch.batching import collate_tokens, each_microbatch
-from learner.batch.rows import by_sample, in_order
+from learner.batch.batching import by_sample, collate_tokens, each_microbatch, in_order
 from learner.policy.determinism import make_deterministic, zero_dropout_rates
 from learner.policy.kernels import mixers
 from learner.policy.kernels.attention import use_attention

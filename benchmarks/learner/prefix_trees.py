@@ -22,7 +22,7 @@ from benchmarks.suite import Suite
 from common.config.learner import Layout, LearnerSection, Precision
 from common.host.process_settings import ONE_THREAD
 from learner.batch.batching import Sample
-from learner.batch.prefix_trees import forest_of
+from learner.batch.packing import forest_of
 from learner.policy.model import vocabulary_size
 from learner.training.throughput import step_flops
 from tools.simulator.workload import synthetic_trajectory

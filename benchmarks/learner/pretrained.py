@@ -19,7 +19,7 @@ from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from learner.batch.batching import Sample
-from learner.batch.prefix_trees import forest_of
+from learner.batch.packing import forest_of
 from learner.policy.model import load_policy, vocabulary_size
 from learner.training.throughput import matrix_rate, step_flops
 from learner.training.trainer import Trainer

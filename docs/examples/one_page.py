@@ -111,7 +111,7 @@ def train_on(policy, optimizer, groups: list[list[Episode]]) -> float:
     ]
     advantages = torch.cat(parts)  # [episode]
     owner = torch.tensor([i for i, e in enumerate(episodes) for _ in e.logprobs])  # [tokens]
-    sequences = [np.array(episode.token_ids) for episode in episodes]  # learner/batch/rows.py
+    sequences = [np.array(episode.token_ids) for episode in episodes]
     masks = [np.array(episode.mask) for episode in episodes]
     batch = collate_tokens(sequences, masks, device="cpu")  # learner/batch/batching.py
     scoring = Scoring(chunk_tokens=4096, autocast=False)

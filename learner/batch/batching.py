@@ -1,4 +1,7 @@
-"""Trajectories -> minibatches -> microbatches of tensors that fit a token budget.
+"""Trajectories -> rows -> minibatches -> microbatches of tensors that fit a token budget.
+
+An episode is a row for each segment. It counts once, regardless of its number of segments: in its
+group, in counts, and in means over its tokens.
 
 In the packed layout sequences follow one another in a single row. The attention separates them, and
 positions restart with each sequence. Sequences with equal first tokens form a tree, whose tokens
@@ -16,7 +19,7 @@ number of positions. The last ones may end with filling beyond the row.
 # pyright: reportUnknownMemberType=false
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,12 +28,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from common.config.algorithm import RowCredit
+from common.segments import joined, prefixes_of, segments_of, split_end
 from common.text import counted
 from common.wire.messages import Trajectory
 from learner.batch.packing import (
     Packing,
     Recorded,
     Routes,
+    cut,
+    forest_of,
     pack,
     packed_rows,
     padded_width,
@@ -38,7 +45,6 @@ from learner.batch.packing import (
     placed,
     recorded_of,
 )
-from learner.batch.prefix_trees import cut, forest_of
 
 # Columns of samples that only a critic or a teacher fills.
 _OPTIONAL_ARRAYS = ("value_targets", "values", "state_marks", "teacher_logprobs", "teacher_top")
@@ -47,7 +53,7 @@ PADDING_ID = 0  # Any valid token id: its outputs are never read.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A trajectory to train on, or a segment of it (`learner.batch.rows`), with its advantage."""
+    """A trajectory to train on, or a segment of it (`rows_of`), with its advantage."""
 
     trajectory: Trajectory
     advantage: float  # Advantage of the episode, for every sampled token.
@@ -528,3 +534,132 @@ def _places(owners: np.ndarray, num_parts: int) -> tuple[np.ndarray, int]:
     ordered = owners[by_owner]
     places[by_owner] = ordered * most + np.arange(len(owners)) - starts[ordered]
     return places, most
+
+
+BySample = dict[int, Tensor]  # Entries of each sample by its index, without gradient.
+OF_TEACHER = ("teacher_logprobs", "teacher_ids", "teacher_top")
+_PER_TOKEN = ("own_advantages", "value_targets", "values", "state_marks", *OF_TEACHER)
+
+
+def rows_of(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples of all segments in order; those of an episode are adjacent.
+
+    A segment without a sampled token trains nothing and is omitted. The prompt after the last turn
+    is the `end` of the episode's last row.
+    """
+    return [row for sample in samples for row in _rows(sample)]
+
+
+def _rows(sample: Sample) -> list[Sample]:
+    """Return a sample as one sample for each of its segments with sampled tokens."""
+    parts, end = split_end(sample.trajectory)
+    if len(parts) == 1 and end is None:
+        return [sample]
+    counts = [int(part.loss_mask.sum()) for part in parts]
+    cuts = np.cumsum(counts)[:-1]
+    columns: dict[str, list[np.ndarray]] = {}
+    for name in _PER_TOKEN:
+        if (column := getattr(sample, name)) is not None:
+            columns[name] = np.split(column, cuts)
+    sampled = [number for number, count in enumerate(counts) if count]
+    return [
+        replace(
+            sample,
+            trajectory=parts[number],
+            row=row,
+            end=end if number == sampled[-1] else None,
+            num_episode_tokens=sum(counts),
+            **{name: column[number] for name, column in columns.items()},
+        )
+        for row, number in enumerate(sampled)
+    ]
+
+
+def with_row_credit(sample: Sample, credit: RowCredit) -> Sample:
+    """Return an episode's sample with the advantages of its rows.
+
+    Args:
+        credit: `share` multiplies the advantage of a row's tokens by the row's share of the
+            episode's sampled tokens, `root` by 1 or 0.
+    """
+    trajectory = sample.trajectory
+    parts = segments_of(trajectory)
+    if credit is RowCredit.ALL or len(parts) == 1:
+        return sample
+    counts = np.array([trajectory.loss_mask[part].sum() for part in parts])
+    if credit is RowCredit.SHARE:
+        weights = counts / max(1, counts.sum())
+    else:
+        weights = np.array(_of_root(trajectory))
+    factors = np.repeat(weights.astype(np.float32), counts)  # [tokens]
+    return replace(sample, own_advantages=sample.token_advantages() * factors)
+
+
+def _of_root(trajectory: Trajectory) -> list[bool]:
+    """Return whether each row continues an answer of the first conversation, [row]."""
+    sampled: list[np.ndarray] = []  # [row][seq] whether a token is sampled, also in a prefix.
+    of_root: list[bool] = []
+    for part, (earlier, num) in zip(segments_of(trajectory), prefixes_of(trajectory), strict=True):
+        before = sampled[earlier][:num] if num else np.zeros(0, dtype=np.bool_)
+        of_root.append(not of_root or (of_root[earlier] and bool(before.any())))
+        sampled.append(np.concatenate([before, trajectory.loss_mask[part]]))
+    return of_root
+
+
+def episodes_of(rows: Sequence[Sample]) -> list[Sample]:
+    """Return the episodes of the rows; the rows must not have a critic's columns yet."""
+    members: list[list[Sample]] = []
+    for sample in rows:
+        if sample.row == 0:
+            members.append([])
+        members[-1].append(sample)
+    return [
+        replace(
+            rows[0],
+            trajectory=joined([*(row.trajectory for row in rows), *([end] if end else [])]),
+            end=None,
+            num_episode_tokens=0,
+            **_teacher_columns(rows),
+        )
+        for rows, end in ((rows, rows[-1].end) for rows in members)
+    ]
+
+
+def with_ends(samples: Sequence[Sample]) -> tuple[list[Sample], dict[int, int]]:
+    """Return the rows followed by the ends of episodes as rows, and the place of each row's end.
+
+    The value of an episode's end is read at the last token of the returned place. The returned
+    rows have no ends of their own, so that they stay the same when they are passed again.
+    """
+    ends = {n: sample.end for n, sample in enumerate(samples) if sample.end is not None}
+    rows = [replace(sample, end=None) for sample in samples]
+    places: dict[int, int] = {}
+    for index, end in ends.items():
+        places[index] = len(rows)
+        rows.append(Sample(trajectory=end, advantage=0.0))
+    return rows, places
+
+
+def _teacher_columns(rows: Sequence[Sample]) -> dict[str, np.ndarray]:
+    """Return the teacher's columns of an episode's rows, joined."""
+    return {
+        name: np.concatenate([getattr(row, name) for row in rows])
+        for name in OF_TEACHER
+        if getattr(rows[0], name) is not None
+    }
+
+
+def by_sample(micro: MicroBatch, flat: Tensor) -> BySample:
+    """Split a block's entries [tokens] by sample, without gradient."""
+    parts = flat.detach().split(micro.sample_sizes)
+    return dict(zip(micro.sample_indices, parts, strict=True))
+
+
+def in_order(parts: BySample, indices: Sequence[int]) -> Tensor:
+    """Return tensors of samples concatenated in the order of the indices."""
+    return torch.cat([parts[index] for index in indices])
+
+
+def with_advantage(samples: Sequence[Sample], part: Sequence[int]) -> Sequence[int]:
+    """Return the indices of `part` with a nonzero advantage; all indices if there are none."""
+    return [index for index in part if samples[index].token_advantages().any()] or part

@@ -25,8 +25,7 @@ from learner.algorithms.rewards import outcome_credit
 from learner.algorithms.running import RunningBaseline, running_advantages
 from learner.algorithms.table import estimator_of
 from learner.algorithms.trees import with_trees
-from learner.batch.batching import Sample
-from learner.batch.rows import episodes_of, rows_of, with_row_credit
+from learner.batch.batching import Sample, episodes_of, rows_of, with_row_credit
 from learner.ingest.buffer import Group
 
 

@@ -15,17 +15,21 @@ from learner.algorithms.interface import LossInputs, log_ratio
 from learner.algorithms.table import surrogate_of, weight_of
 from learner.algorithms.teacher import with_teacher
 from learner.batch.batching import (
+    BySample,
     MicroBatch,
     Sample,
     TokenBatch,
+    by_sample,
     collate_tokens,
     each_microbatch,
+    in_order,
     plan_blocks,
     plan_trees,
     sampled,
+    with_advantage,
+    with_ends,
 )
 from learner.batch.packing import placed
-from learner.batch.rows import BySample, by_sample, in_order, with_advantage, with_ends
 from learner.objective.advantages import Scored, advantages_from_critic
 from learner.objective.description import proximal_in_use
 from learner.objective.loss import (

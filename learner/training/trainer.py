@@ -16,16 +16,15 @@ from torch import Tensor, nn
 
 from common.segments import RoutingShape
 from learner.algorithms.running import RunningBaseline
-from learner.batch.batching import Sample, make_minibatches
-from learner.batch.prefix_trees import forest_of
-from learner.batch.rows import pack_samples, rows_of, unpack_samples
+from learner.batch.batching import Sample, make_minibatches, rows_of
+from learner.batch.packing import forest_of
 from learner.objective.measures import Overlap
 from learner.policy.finite import WeightsNotFinite, first_not_finite
 from learner.policy.forward import Networks
 from learner.training.controller import Controller, Decision
 from learner.training.digests import Digester, StepDigests
 from learner.training.optimizer import Update, Updates, lr_scale
-from learner.training.ranks import RankOperation, Ranks
+from learner.training.ranks import RankOperation, Ranks, pack_samples, unpack_samples
 from learner.training.state import StateWriter, live_tensors, local_part, restore
 from learner.training.step import (
     COMPUTED_METRIC,

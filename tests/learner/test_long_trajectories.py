@@ -11,8 +11,7 @@ from common.config.load import load_config
 from common.segments import Aside, as_rows
 from common.wire.codec import decode, encode
 from common.wire.messages import Trajectory
-from learner.batch.batching import Sample
-from learner.batch.rows import episodes_of, rows_of
+from learner.batch.batching import Sample, episodes_of, rows_of
 from learner.ingest.buffer import Group
 from learner.ingest.intake import refusal
 from learner.journal.texts import TokenIdDecoder, segments_of

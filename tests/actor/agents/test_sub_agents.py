@@ -13,7 +13,7 @@ from common.config.algorithm import AlgorithmSection, RowCredit
 from common.segments import as_rows, prefixes_of
 from common.wire.codec import decode, encode
 from common.wire.messages import Trajectory
-from learner.batch.rows import rows_of
+from learner.batch.batching import rows_of
 from learner.ingest.buffer import Group
 from learner.journal.journal import JournalWriter, read_journal
 from learner.objective.advantages import samples_of

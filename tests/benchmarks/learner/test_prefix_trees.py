@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.learner.prefix_trees import SHAPES, num_known, samples_of
-from learner.batch.prefix_trees import forest_of
+from learner.batch.packing import forest_of
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from common.config.algorithm import Advantage, AlgorithmSection, Baseline
 from common.segments import as_fork
 from common.wire.messages import Trajectory
 from learner.algorithms.trees import trees_of
-from learner.batch.rows import rows_of
+from learner.batch.batching import rows_of
 from learner.ingest.buffer import Group
 from learner.ingest.intake import refusal
 from learner.objective.advantages import samples_of

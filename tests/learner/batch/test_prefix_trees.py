@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from learner.batch.batching import Sample, collate_tokens
-from learner.batch.prefix_trees import MIN_SHARED_TOKENS, cut, forest_of
+from learner.batch.packing import MIN_SHARED_TOKENS, cut, forest_of
 from tests.learner.builders import make_microbatches, make_trajectory
 
 PROMPT = list(range(10, 10 + MIN_SHARED_TOKENS))

@@ -11,11 +11,11 @@ from common.config.learner import CriticSection, Timestep
 from common.segments import as_rows, joined
 from common.wire.messages import Trajectory
 from learner.algorithms.critic import with_advantages
-from learner.batch.batching import Sample
-from learner.batch.rows import pack_samples, rows_of, unpack_samples, with_row_credit
+from learner.batch.batching import Sample, rows_of, with_row_credit
 from learner.ingest.buffer import Group
 from learner.ingest.intake import refusal
 from learner.objective.advantages import samples_of
+from learner.training.ranks import pack_samples, unpack_samples
 from tests.learner.builders import make_samples, make_trajectory
 
 

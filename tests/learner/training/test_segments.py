@@ -29,8 +29,7 @@ from common.config.learner import CriticSection, Timestep
 from common.segments import Aside, as_rows, joined
 from common.wire.codec import decode, encode, pack_record, unpack_record
 from common.wire.messages import EndReason, Trajectory
-from learner.batch.batching import Sample, make_minibatches
-from learner.batch.rows import pack_samples, rows_of, unpack_samples
+from learner.batch.batching import Sample, make_minibatches, rows_of
 from learner.ingest.buffer import Group
 from learner.ingest.episode_stats import EpisodeStats
 from learner.ingest.intake import refusal
@@ -38,6 +37,7 @@ from learner.journal.journal import JournalWriter
 from learner.journal.texts import segments_of as shown_segments
 from learner.objective.advantages import Scored, advantages_from_critic, samples_of
 from learner.training.digests import _of_episode
+from learner.training.ranks import pack_samples, unpack_samples
 from tests.learner.builders import VOCAB, make_microbatches, make_trajectory
 from tests.learner.training.test_gradients import gradient_step
 from tools.dashboard.reading.episode import recorded_of

@@ -10,10 +10,10 @@ import torch
 from common.config.algorithm import Advantage, AlgorithmSection, TeacherForm, TeacherSection
 from common.config.learner import ControllerSection, Layout, LearnerSection, Precision
 from common.segments import as_rows
-from learner.batch.batching import Sample
-from learner.batch.rows import episodes_of, pack_samples, rows_of, unpack_samples
+from learner.batch.batching import Sample, episodes_of, rows_of
 from learner.policy.forward import Networks
 from learner.policy.model import make_critic
+from learner.training.ranks import pack_samples, unpack_samples
 from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer
 from tests.learner.builders import (
