@@ -27,7 +27,7 @@ from learner.build import Learner, build
 from learner.ingest.buffer import Group
 from learner.ingest.episode_stats import horizon_mix
 from learner.ingest.journal_index import save_replay_point
-from learner.journal.files import load_pruned
+from learner.journal.journal import load_pruned
 from learner.journal.metrics import copy_metrics
 from learner.objective.advantages import samples_of
 from learner.objective.description import log_summary

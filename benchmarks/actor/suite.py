@@ -28,8 +28,7 @@ from common.host.machine import gpus
 from common.host.process_settings import ONE_THREAD
 from common.weights.buckets import CPU
 from common.wire.messages import Trajectory
-from learner.journal.files import synced_end
-from learner.journal.journal import read_journal
+from learner.journal.journal import read_journal, synced_end
 
 NUM_ROUNDS = 2  # Rounds of both, in turn.
 WINDOW_S = 15.0

@@ -15,7 +15,7 @@ import numpy as np
 from common.errors import ConfigError, WireError
 from common.ids import subset_of
 from common.wire.messages import EpisodeKind, Trajectory
-from learner.journal.files import (
+from learner.journal.journal import (
     PACKED_SUFFIX,
     JournalFile,
     journal_files,

@@ -1,23 +1,29 @@
 """Limits the size of a journal: compresses files that no restart needs, prunes the oldest."""
 
+import gzip
+import json
 import logging
 import os
+import shutil
 import threading
 import time
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from common.config.journal import JournalSection
 from common.errors import WireError
 from common.store.disk import is_no_room
-from learner.journal.files import (
+from common.store.run_dir import sync_folder, write_atomically
+from learner.journal.journal import (
     PACKED_SUFFIX,
+    PRUNED,
     JournalPosition,
     Pruned,
+    journal_file_path,
     journal_files,
     load_pruned,
-    pack,
-    prune,
 )
 
 logger = logging.getLogger(__name__)
@@ -25,6 +31,8 @@ logger = logging.getLogger(__name__)
 STOP_S = 5.0
 DAY_S = 86_400.0
 GB = 10**9
+PACK_LEVEL = 1  # Level of zlib. Higher levels hardly reduce the size of token columns.
+_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,3 +156,72 @@ def _idle_priority() -> None:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     except (OSError, AttributeError):  # The system does not support it. The thread works without.
         return
+
+
+def prune(folder: Path, *, before: int, may_remove: Callable[[int, Path], bool]) -> Pruned:
+    """Remove the oldest files below `before`, up to the first for which `may_remove` is False.
+
+    The removal is recorded first, so that no reader takes the rest for the whole journal.
+    """
+    pruned = load_pruned(folder)
+    going = list[Path]()
+    for number, path in journal_files(folder).items():
+        if number >= before or not may_remove(number, path):
+            break
+        going.append(path)
+        pruned = Pruned(
+            before=number + 1,
+            at=time.strftime("%Y-%m-%d %H:%M:%S"),
+            num_bytes=pruned.num_bytes + path.stat().st_size,
+        )
+    if going:
+        write_atomically(folder / PRUNED, json.dumps(asdict(pruned)) + "\n", is_durable=True)
+        for path in going:
+            path.unlink(missing_ok=True)
+    return pruned
+
+
+def pack(folder: Path, number: int, *, check: Callable[[], object] = lambda: None) -> int:
+    """Replace a finished file by a compressed file; return the number of freed bytes.
+
+    Readers find one of the two files at any time. The compressed file is read back and compared
+    before the file is removed.
+
+    Args:
+        check: called every megabyte; ends the compression by raising.
+
+    Raises: OSError: the disk is full. WireError: the compressed file differs. After any error the
+        file is unchanged.
+    """
+    path = journal_file_path(folder, number)
+    packed = path.with_name(path.name + PACKED_SUFFIX)
+    partial = packed.with_name(f".{packed.name}.partial")
+    try:
+        with path.open("rb") as plain, partial.open("wb") as raw:
+            with gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=PACK_LEVEL, mtime=0) as out:
+                crc = _copy(plain.read, out.write, check)
+            raw.flush()
+            os.fsync(raw.fileno())
+        with gzip.open(partial, "rb") as back:
+            if _copy(back.read, lambda _: None, check) != crc:
+                raise WireError(f"{partial}: its content differs from the written content")
+        shutil.copystat(path, partial)  # Keeps the age, on which pruning depends.
+        partial.replace(packed)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_folder(folder)
+    freed = path.stat().st_size - packed.stat().st_size
+    path.unlink()
+    return freed
+
+
+def _copy(
+    read: Callable[[int], bytes], write: Callable[[bytes], object], check: Callable[[], object]
+) -> int:
+    """Copy bytes in chunks; return their checksum. `check` may end the copy by an exception."""
+    crc = 0
+    while chunk := read(_CHUNK_BYTES):
+        check()
+        write(chunk)
+        crc = zlib.crc32(chunk, crc)
+    return crc

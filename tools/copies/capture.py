@@ -20,7 +20,7 @@ from typing import Any, cast
 import yaml
 
 from common.store.run_dir import RunDir
-from learner.journal.files import (
+from learner.journal.journal import (
     MAGIC,
     JournalFile,
     JournalPosition,

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from common.errors import ConfigError, WireError
 from common.store.disk import if_room
 from common.store.run_dir import RunDir, json_object, write_json
-from learner.journal.files import JournalPosition, open_journal_file, synced_end
+from learner.journal.journal import JournalPosition, open_journal_file, synced_end
 from tools.copies.capture import CapturedFile, RunCapture, SourceChanged, capture
 from tools.copies.manifest import (
     FOLDER,

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from common.config.knobs import FILE_NAME
 from common.errors import ConfigError
 from common.text import is_path_inside
-from learner.journal.files import JournalPosition
+from learner.journal.journal import JournalPosition
 from learner.training.shards import MANIFEST as SHARDS
 
 FORMAT = 1

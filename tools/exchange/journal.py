@@ -18,14 +18,14 @@ from common.formats.chat_template import fix_template
 from common.repository import ROOT
 from common.store.run_dir import RunDir, read_json
 from common.text import counted
-from learner.journal.files import (
+from learner.journal.journal import (
     PACKED_SUFFIX,
     journal_files,
     load_pruned,
     read_around_damage,
+    read_journal,
     synced_end,
 )
-from learner.journal.journal import read_journal
 from learner.journal.upkeep import DAY_S, GB, RetentionLimits, prune_old
 from learner.recovery.parts import PartName
 from tools.cli.command_line import ParsedCommand

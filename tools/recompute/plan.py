@@ -9,8 +9,7 @@ from common.errors import ConfigError
 from common.store.run_dir import RunDir
 from common.wire.messages import Trajectory
 from learner.ingest.journal_index import load_replay_point
-from learner.journal.files import journal_files, load_pruned, read_around_damage
-from learner.journal.journal import JournalPosition
+from learner.journal.journal import JournalPosition, journal_files, load_pruned, read_around_damage
 from learner.recovery.checksums import ChecksumRecord, Start, read_checksums
 from learner.recovery.parts import PartName, each_part
 from learner.recovery.resume import with_parts

@@ -23,7 +23,7 @@ from common.wire.codec import MESSAGE_TYPES, decode, encode
 from common.wire.messages import EpisodeKind, Lease, LeaseGrant, PolicyKind, Rejected, Trajectory
 from common.wire.security import RunKeys, create_keys
 from common.wire.sockets import Router, connect_dealer
-from learner.journal.files import MAX_RECORD_BYTES, record_buffers
+from learner.journal.journal import MAX_RECORD_BYTES, record_buffers
 from scheduler.dispatch.grants import MAX_LEASES
 from tests.learner.builders import make_trajectory
 

@@ -14,8 +14,16 @@ from common.errors import WireError
 from common.repository import ROOT
 from common.wire.codec import encode, pack_record
 from common.wire.messages import Trajectory
-from learner.journal.files import MAGIC, load_pruned, pack, prune, record_buffers
-from learner.journal.journal import JOURNAL_START, JournalPosition, JournalWriter, read_journal
+from learner.journal.journal import (
+    JOURNAL_START,
+    MAGIC,
+    JournalPosition,
+    JournalWriter,
+    load_pruned,
+    read_journal,
+    record_buffers,
+)
+from learner.journal.upkeep import pack, prune
 from tests.learner import builders
 
 

@@ -13,8 +13,7 @@ from common.wire.messages import EpisodeOutcome, Outcome
 from learner.build import Learner
 from learner.ingest.journal_index import JournalIndex, ReplayPoint, load_replay_point
 from learner.journal import metrics as metrics_module
-from learner.journal.files import load_pruned
-from learner.journal.journal import JournalPosition, JournalWriter, read_journal
+from learner.journal.journal import JournalPosition, JournalWriter, load_pruned, read_journal
 from learner.journal.metrics import MetricsWriter
 from learner.journal.upkeep import RetentionLimits, prune_old
 from learner.main import Saving

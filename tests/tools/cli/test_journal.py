@@ -11,8 +11,13 @@ import pytest
 import run
 from common.config.journal import JournalSection
 from common.store.run_dir import RunDir, write_json
-from learner.journal.files import JournalPosition, journal_files, load_pruned
-from learner.journal.journal import JournalWriter, read_journal
+from learner.journal.journal import (
+    JournalPosition,
+    JournalWriter,
+    journal_files,
+    load_pruned,
+    read_journal,
+)
 from learner.journal.upkeep import RetentionLimits, Upkeep, prune_old
 from tests.learner.journal.test_journal import make_trajectory
 

@@ -11,9 +11,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry, register_implementation
 
 from common.store.run_dir import RunDir, write_json
-from learner.journal.files import journal_files, pack, prune, synced_end
-from learner.journal.journal import JournalWriter, read_journal
+from learner.journal.journal import JournalWriter, journal_files, read_journal, synced_end
 from learner.journal.metrics import copy_metrics, copy_state
+from learner.journal.upkeep import pack, prune
 from tests.tools.copies.runs import (
     DyingStore,
     Killed,

@@ -18,9 +18,10 @@ from common.store.run_dir import RunDir
 from common.store.run_start import mark_finished
 from common.wire.codec import pack_record
 from common.wire.messages import EpisodeKind, PolicyKind
-from learner.journal.files import MAGIC, pack
 from learner.journal.index import FLOATS, INTS, NAMES, EpisodeRows
+from learner.journal.journal import MAGIC
 from learner.journal.texts import TokenTexts
+from learner.journal.upkeep import pack
 from learner.views import samples
 from tests.marks import long_for
 from tests.tools.dashboard.runs import TOKENIZER, append, episode, make_run

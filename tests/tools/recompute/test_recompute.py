@@ -11,7 +11,8 @@ import pytest
 
 from common.errors import ConfigError
 from common.store.run_dir import RunDir
-from learner.journal.files import journal_files, prune
+from learner.journal.journal import journal_files
+from learner.journal.upkeep import prune
 from learner.recovery.checksums import ChecksumLog, read_checksums
 from learner.recovery.step_log import StepLog, read_steps
 from tests.tools.recompute.lives import config, live

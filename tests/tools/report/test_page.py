@@ -13,7 +13,7 @@ from playwright.sync_api import Request, expect, sync_playwright
 from common.errors import ConfigError
 from common.store.run_dir import write_json
 from common.wire.messages import Outcome
-from learner.journal.files import journal_files
+from learner.journal.journal import journal_files
 from learner.views import MIN_SAMPLES, samples
 from scheduler.episodes.audit import Cell, SelectionAudit, length_class_of
 from tests.tools.dashboard.runs import append, episode, make_run

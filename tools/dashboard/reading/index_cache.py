@@ -17,8 +17,8 @@ import numpy as np
 
 from actor.engine import startup_history
 from common.errors import WireError
-from learner.journal.files import journal_files, open_journal_file
 from learner.journal.index import EpisodeRows
+from learner.journal.journal import journal_files, open_journal_file
 
 logger = logging.getLogger(__name__)
 
