@@ -13,7 +13,7 @@ def run(request: ParsedCommand) -> int:
     if request.is_dry:
         return requested.show_config(cfg, request.command)
     cfg, run_dir = requested.begin(cfg, request.command, keeps_date=False)
-    from tools.offline.commands import prefer
+    from tools.offline.dpo import prefer
 
     return prefer(cfg, run_dir)
 

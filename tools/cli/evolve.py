@@ -17,7 +17,7 @@ def run(request: ParsedCommand) -> int:
     if request.is_dry:
         return requested.show_config(cfg, request.command)
     cfg, run_dir = requested.begin(cfg, request.command, keeps_date=True)
-    from tools.offline.commands import play_and_imitate
+    from tools.offline.evolve import play_and_imitate
 
     return play_and_imitate(cfg, run_dir)
 

@@ -11,7 +11,7 @@ def run(request: ParsedCommand) -> int:
         return requested.show_config(cfg, request.command)
     configure_logging(request.command, cfg.log.level)
     from tools.dequantise.models import plain_models
-    from tools.offline.commands import merge
+    from tools.offline.merge import merge
 
     return merge(plain_models(cfg), requested.directory_of(cfg))
 

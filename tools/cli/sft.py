@@ -15,9 +15,9 @@ def run(request: ParsedCommand) -> int:
     if request.is_dry:
         return requested.show_config(cfg, request.command)
     cfg, run_dir = requested.begin(cfg, request.command, keeps_date=True)
-    from tools.offline.commands import make_policy
+    from tools.offline.sft import collect_and_imitate
 
-    return make_policy(cfg, run_dir)
+    return collect_and_imitate(cfg, run_dir)
 
 
 COMMAND = Command(

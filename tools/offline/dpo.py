@@ -8,7 +8,7 @@ import logging
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,14 +18,24 @@ from transformers import PreTrainedModel
 
 from common.config.learner import LearnerSection
 from common.errors import ConfigError
+from common.store.run_dir import RunDir
 from learner.algorithms.interface import sequence_sum
 from learner.batch.batching import plan_microbatches
 from learner.policy.forward import Passes
 from learner.training.step import Loss
+from tools.launch.hub import command_part
 from tools.offline.config import DpoConfig, DpoSection
 from tools.offline.rows import Row, num_episodes, read_rows, token_batch
 from tools.offline.scratch import save_policy
-from tools.offline.training import WEIGHT, Log, ignore, load_start, make_passes, train_epochs
+from tools.offline.training import (
+    WEIGHT,
+    Log,
+    ignore,
+    load_start,
+    logged_steps,
+    make_passes,
+    train_epochs,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -210,3 +220,12 @@ def _parts(pairs: Sequence[Pair], names: Sequence[int], learner: LearnerSection)
     lengths = [2 * max(len(p.chosen.token_ids), len(p.rejected.token_ids)) for p in pairs]
     parts = plan_microbatches(lengths, max_tokens=learner.max_tokens_per_microbatch)
     return [[names[i] for i in part] for part in parts]
+
+
+def prefer(cfg: DpoConfig, run_dir: RunDir) -> int:
+    """Train on pairs of episodes; return the exit code."""
+    output = cfg.dpo.output or str(run_dir.root / "policy")
+    cfg, part = command_part(replace(cfg, dpo=replace(cfg.dpo, output=output)), run_dir, "dpo")
+    with logged_steps(cfg, part, "dpo") as log:
+        print(f"policy: {run(cfg, log=log)}")
+    return 0

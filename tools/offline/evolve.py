@@ -14,15 +14,19 @@ from transformers import AutoTokenizer
 
 from common.config.learner import FULL
 from common.errors import ConfigError
+from common.store.run_dir import RunDir
 from learner.journal.journal import read_journal
 from scheduler.curriculum.catalogue import HubCatalogue
 from scheduler.curriculum.sampling import hash_words, permute, spread
+from tools.evaluate.evaluate import catalogue_of
+from tools.evaluate.own_process import play_given
 from tools.evaluate.play import PlannedEpisode
+from tools.launch.hub import command_part, serve_hub
 from tools.offline import sft
 from tools.offline.config import EvolveConfig
 from tools.offline.rows import Row, num_episodes, read_rows
 from tools.offline.scratch import save_policy
-from tools.offline.training import Log, ignore, load_start
+from tools.offline.training import Log, ignore, load_start, logged_steps
 
 logger = logging.getLogger(__name__)
 
@@ -120,3 +124,21 @@ def _write_summary(journal: Path, path: Path) -> None:
     summary = {"episodes": len(solved), "successes": sum(solved)}
     path.write_text(json.dumps(summary) + "\n", encoding="utf-8")
     logger.info("played episodes=%d success=%.3f", len(solved), sum(solved) / max(len(solved), 1))
+
+
+def play_and_imitate(cfg: EvolveConfig, run_dir: RunDir) -> int:
+    """Play episodes and train on the successful ones, in iterations; return the exit code."""
+    output = cfg.evolve.output or str(run_dir.root / "policy")
+    cfg, part = command_part(
+        replace(cfg, evolve=replace(cfg.evolve, output=output)), run_dir, "evolve"
+    )
+    with serve_hub(cfg, part) as (url, token):
+        catalogue = catalogue_of(cfg, url, token)
+
+        def play_iteration(now: EvolveConfig, iteration: int, folder: Path) -> None:
+            play_given(now, plan_episodes(now, catalogue, iteration), url, token, folder)
+
+        with logged_steps(cfg, part, "evolve") as log:
+            policy = run(cfg, run_dir.root, play=play_iteration, log=log)
+    print(f"policy: {policy}")
+    return 0

@@ -12,11 +12,14 @@ from transformers import PreTrainedModel
 
 from common.config.learner import LearnerSection
 from common.errors import ConfigError
+from common.store.run_dir import RunDir
 from learner.policy.forward import Passes
 from learner.training.step import Loss
 from tools.exchange.agent_traj import read_conversations
+from tools.launch.hub import command_part, serve_hub
 from tools.offline.checks import check_base
 from tools.offline.config import SftConfig, SftSection
+from tools.offline.demonstrate import demonstrate
 from tools.offline.rows import Row, newest, read_rows, token_batch
 from tools.offline.scratch import make_policy, make_tokenizer, save_policy
 from tools.offline.training import (
@@ -24,6 +27,7 @@ from tools.offline.training import (
     Log,
     ignore,
     load_start,
+    logged_steps,
     make_passes,
     prepare_device,
     train_epochs,
@@ -165,3 +169,18 @@ def _schedule(progress: float) -> float:
     if progress < WARMUP_FRAC:
         return progress / WARMUP_FRAC + 1e-3
     return 0.1 + 0.45 * (1 + math.cos(math.pi * min(progress, 1.0)))
+
+
+def collect_and_imitate(cfg: SftConfig, run_dir: RunDir) -> int:
+    """Train on demonstrations, collected first if none are given; return the exit code."""
+    output = cfg.sft.output or str(run_dir.root / "policy")
+    cfg = replace(cfg, sft=replace(cfg.sft, output=output))
+    cfg, part = command_part(cfg, run_dir, "sft")
+    path = Path(cfg.sft.demonstrations)
+    if not cfg.sft.demonstrations:
+        path = part.demonstrations
+        with serve_hub(cfg, part) as (url, token):
+            demonstrate(cfg, url, token, path)
+    with logged_steps(cfg, part, "sft") as log:
+        print(f"policy: {run(cfg, path, log=log)}")
+    return 0

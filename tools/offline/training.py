@@ -3,10 +3,12 @@
 A step is that of the learner (`learner/training/step.py`) with another loss.
 """
 
+import itertools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,11 +16,17 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from common.config.learner import Layout, LearnerSection
+from common.config.run_config import RunConfig
+from common.host.lock import hold_run
+from common.store.run_dir import RunDir
+from common.store.run_start import mark_finished, save_config
+from learner.journal.metrics import MetricsWriter
 from learner.policy.determinism import make_deterministic
 from learner.policy.finite import TrainingDiverged
 from learner.policy.forward import Networks, Passes
 from learner.policy.model import load_policy, pick_device
 from learner.policy.precision import frozen_dtype, settled_precision
+from learner.trackers import open_trackers
 from learner.training.optimizer import Updates
 from learner.training.ranks import Ranks
 from learner.training.step import Loss, add_gradients
@@ -162,3 +170,25 @@ def _means(sums: Mapping[str, float]) -> dict[str, float]:
     """Return sums divided by their weight."""
     weight = max(sums.get(WEIGHT, 0.0), 1.0)
     return {name: value / weight for name, value in sums.items() if name != WEIGHT}
+
+
+@contextmanager
+def logged_steps(cfg: RunConfig, run_dir: RunDir, job: str) -> Generator[Log]:
+    """Yield a function that logs the metrics of an optimizer step.
+
+    They appear in metrics.jsonl of the command's folder, and in a wandb run of the job. The folder
+    is held, and marked as finished at the end.
+    """
+    with hold_run(run_dir.root, name=f"{run_dir.root.parent.name}/{job}"):
+        run_dir.root.mkdir(parents=True, exist_ok=True)
+        save_config(cfg, run_dir.config)
+        run_dir.finished.unlink(missing_ok=True)
+        metrics = MetricsWriter(run_dir, open_trackers(run_dir, cfg, job=job))
+        numbers = itertools.count(1)
+        try:
+            yield lambda values: metrics.log(
+                next(numbers), {f"{job}/{k}": v for k, v in values.items()}
+            )
+        finally:
+            metrics.close()
+        mark_finished(run_dir, version=next(numbers) - 1, result="")

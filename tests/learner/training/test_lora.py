@@ -27,7 +27,7 @@ from learner.training.checkpoint import TENSORS, Checkpoints
 from learner.training.state import read_weights
 from learner.training.trainer import Trainer
 from tests.learner.builders import make_model, make_samples, run_config_with_policy
-from tools.offline.commands import merge
+from tools.offline.merge import merge
 
 CPU = torch.device("cpu")
 TOKENIZER: Any = AutoTokenizer.from_pretrained(ROOT / "configs/policies/tiny")
