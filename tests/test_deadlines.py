@@ -53,7 +53,7 @@ ALLOWED = {  # file:function -> why no deadline of its own is needed
     "benchmarks/gpu/expert_checks.py:": "the process group has a deadline",
     "envhub/sandbox/containers.py:run": "the output has ended, or a task with a deadline reads it",
     "envhub/hosting/session.py:__aenter__": "the session's step has a deadline",
-    "benchmarks/learner/checkpoint.py:": "a checkpoint has the time limit of its wait",
+    "benchmarks/learner/suite.py:": "a checkpoint has the time limit of its wait",
     "benchmarks/hostile/": "its sockets have the time limit of an answer",
     "benchmarks/transport.py": "a benchmark has the time limit of its command",
     "learner/ingest/buffer.py:_note_scores": "the future is done",

@@ -16,7 +16,7 @@ from learner.ingest.buffer import Group
 from learner.ingest.intake import refusal
 from learner.journal.texts import TokenIdDecoder, segments_of
 from learner.objective.advantages import samples_of
-from tools.dashboard.reading.episode import recorded_of
+from tools.dashboard.reading.run_source import recorded_of
 from tools.simulator.workload import synthetic_trajectory
 
 FEW, MANY = 100, 2_000

@@ -16,7 +16,6 @@ from benchmarks.learner.batch import (
     make_random_model,
     with_sampler_logprobs,
 )
-from benchmarks.learner.checkpoint import measure_checkpoints
 from benchmarks.learner.checks.agreement import canary_delta, score
 from benchmarks.learner.checks.bench import SMALL
 from benchmarks.learner.checks.weights import TOKENIZER
@@ -30,7 +29,7 @@ from benchmarks.learner.step import (
     make_trainer,
     measure_step,
 )
-from benchmarks.learner.suite import add_peaks, add_step_cost
+from benchmarks.learner.suite import add_peaks, add_step_cost, measure_checkpoints
 from benchmarks.suite import Suite
 from benchmarks.weights.rounds import TransferSetup, send_rounds
 from common.config.algorithm import AlgorithmSection

@@ -40,7 +40,7 @@ from learner.training.digests import _of_episode
 from learner.training.ranks import pack_samples, unpack_samples
 from tests.learner.builders import VOCAB, make_microbatches, make_trajectory
 from tests.learner.training.test_gradients import gradient_step
-from tools.dashboard.reading.episode import recorded_of
+from tools.dashboard.reading.run_source import recorded_of
 from tools.offline.config import DpoSection
 from tools.offline.dpo import make_pairs
 from tools.offline.rows import newest, num_episodes, read_rows

@@ -19,9 +19,9 @@ from common.config.train import TrainSection
 from common.host.lock import hold_run
 from common.store.run_dir import RunDir, write_json
 from common.store.run_start import mark_finished
-from tools.dashboard.live import LiveDisplay
 from tools.dashboard.run_state import EtaEstimator, start_of, state_line, stop_line
 from tools.dashboard.run_view import RunView, view_run
+from tools.dashboard.terminal import LiveDisplay
 from tools.dashboard.words import ledger_line, sparkline, status_line
 from tools.launch.base import LaunchState
 

@@ -25,10 +25,9 @@ from learner.journal.upkeep import pack
 from learner.views import samples
 from tests.marks import long_for
 from tests.tools.dashboard.runs import TOKENIZER, append, episode, make_run
-from tools.dashboard.reading.episode import group_advantages
 from tools.dashboard.reading.index_cache import MIN_ROWS
 from tools.dashboard.reading.rows import find, page
-from tools.dashboard.reading.run_source import RunSource
+from tools.dashboard.reading.run_source import RunSource, group_advantages
 from tools.dashboard.reading.sources import ConversationFile, Sources, find_run, open_source
 from tools.dashboard.web.views import overview
 
