@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from learner.recovery.step_log import read_steps
 from tests.end_to_end.runs import Run, balances, unbounded
-from tools.copies.command import fetch
+from tools.copies.fetch import fetch
 from tools.copies.store import ObjectStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]

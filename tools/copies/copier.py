@@ -1,14 +1,19 @@
-"""Copies a run to a store again and again, so that a restart elsewhere loses little."""
+"""Copies a run to a store, once or again and again, so that a restart elsewhere loses little."""
 
 import logging
+import os
 import re
 import secrets
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 
 from common.errors import ConfigError, WireError
+from common.host.lock import hold_role
+from common.log import configure_logging
 from common.store.disk import if_room
 from common.store.run_dir import RunDir, json_object, write_json
 from learner.journal.journal import JournalPosition, open_journal_file, synced_end
@@ -33,6 +38,9 @@ KEPT_MANIFESTS = 2  # A reader of the previous copy can finish while the next on
 STATE_S = 5.0  # Seconds between two updates of the state file.
 LOG_EVERY_S = 300.0  # Seconds between two log lines about a failing store.
 MAX_PAUSE_S = 60.0  # Longest pause after a failed round.
+MIN_SLICE_S = 1.0  # Least seconds for checkpoints in one copy.
+NO_LIMIT_S = 1e9
+NICENESS = 10  # The run has priority.
 LAST_TRIES = 5  # Tries of the last round if files change.
 STATE_FILE = "copies.json"
 _CHECKPOINT = re.compile(r"checkpoints/step-(\d+)/")
@@ -414,3 +422,56 @@ def _watch_lag(copier: RunCopier, stop: threading.Event) -> None:
     """Update the state file, also while a request to the store hangs."""
     while not stop.wait(STATE_S):
         copier.write_state()
+
+
+def copy(run_dir: RunDir, options: Mapping[str, str]) -> int:
+    """Copy a run once, or every `every_s` seconds until SIGTERM; return the exit code.
+
+    Raises: ConfigError: an option is missing or wrong, or another process copies this run.
+    """
+    if "to" not in options:
+        raise ConfigError("copy needs to=FOLDER or to=URL, such as to=s3://bucket/runs")
+    every_s = _seconds(options.get("every_s", "0"))
+    with hold_role(run_dir.root, "copies"):
+        slice_s = max(MIN_SLICE_S, every_s) if every_s else NO_LIMIT_S
+        copier = RunCopier(run_dir, options["to"], slice_s=slice_s)
+        with closing(copier.store):
+            if every_s:
+                return _copy_until_stopped(copier, every_s)
+            try:
+                manifest = copy_all(copier)
+            except OSError as error:
+                print(f"error: {run_dir.root} was not copied: {error}")
+                return 1
+            copier.state.is_running = False
+            copier.write_state()
+    size = f"{len(manifest.files)} files, {manifest.num_bytes / 1e6:.1f} MB"
+    print(f"copied {run_dir.root} to {copier.state.to}: {size}")
+    if manifest.split_checkpoints:
+        print(f"the copy is not whole: {split_text(manifest.split_checkpoints)}")
+    return 0
+
+
+def _copy_until_stopped(copier: RunCopier, every_s: float) -> int:
+    """Copy every few seconds until a signal, at low priority."""
+    configure_logging("copies", "INFO")
+    os.nice(NICENESS)
+    stop = threading.Event()
+
+    def on_signal(*_: object) -> None:
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    return run_copier(copier, stop, every_s=every_s)
+
+
+def _seconds(text: str) -> float:
+    """Return the value of `every_s`. Raises: ConfigError: it is no number, or too small."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if value != 0 and not 0.1 <= value <= 86_400:
+        raise ConfigError(f"every_s={text}: must be 0 or in [0.1, 86400]")
+    return value

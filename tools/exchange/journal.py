@@ -29,7 +29,8 @@ from learner.journal.journal import (
 from learner.journal.upkeep import DAY_S, GB, RetentionLimits, prune_old
 from learner.recovery.parts import PartName
 from tools.cli.command_line import ParsedCommand
-from tools.copies.command import copy, fetch_run
+from tools.copies.copier import copy
+from tools.copies.fetch import fetch_run
 from tools.exchange.writing import FORMATS, load_framing, write
 
 USAGE = (

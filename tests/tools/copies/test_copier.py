@@ -24,8 +24,8 @@ from tests.tools.copies.runs import (
 )
 from tests.tools.dashboard.runs import append, episode
 from tools.copies.capture import MAX_WINDOW_S, SourceChanged, capture
-from tools.copies.command import fetch
 from tools.copies.copier import RunCopier, copy_all, run_copier
+from tools.copies.fetch import fetch
 from tools.copies.manifest import FOLDER, CopyManifest, decode
 from tools.copies.store import OBJECTS
 

@@ -18,8 +18,8 @@ from common.repository import ROOT
 from common.store.run_dir import RunDir
 from learner.training.shards import write_manifest
 from tests.tools.copies.runs import add_checkpoint, copier_of, digests, make_copied_run
-from tools.copies.command import fetch
 from tools.copies.copier import copy_all
+from tools.copies.fetch import fetch
 from tools.copies.manifest import FOLDER, StoredFile, StoredPart, decode, file_name
 from tools.copies.store import OBJECTS, check_target, open_target
 

@@ -1,27 +1,18 @@
-"""The actions `copy` and `fetch` of the command `journal`: a run to a store, and back from it."""
+"""The action `fetch` of the command `journal`: it brings a run back from a store."""
 
 import os
 import shutil
-import signal
-import threading
 import time
 from collections.abc import Mapping
-from contextlib import closing
 from pathlib import Path
 
 from common.config.knobs import FILE_NAME
 from common.errors import ConfigError
-from common.host.lock import hold_role
-from common.log import configure_logging
-from common.store.run_dir import RunDir, sync_folder
-from tools.copies.copier import RunCopier, copy_all, run_copier
+from common.store.run_dir import sync_folder
 from tools.copies.manifest import FOLDER, CopyManifest, StoredFile, split_text
 from tools.copies.store import ObjectStore
 
 FETCH_TRIES = 3  # Copies that are tried, since a running run removes old ones.
-MIN_SLICE_S = 1.0  # Least seconds for checkpoints in one copy.
-NO_LIMIT_S = 1e9
-NICENESS = 10  # The run has priority.
 
 
 def fetch(url: str, runs: Path, *, name: str = "") -> Path:
@@ -112,48 +103,6 @@ def _summary(manifest: CopyManifest, target: Path) -> str:
     )
 
 
-def copy(run_dir: RunDir, options: Mapping[str, str]) -> int:
-    """Copy a run once, or every `every_s` seconds until SIGTERM; return the exit code.
-
-    Raises: ConfigError: an option is missing or wrong, or another process copies this run.
-    """
-    if "to" not in options:
-        raise ConfigError("copy needs to=FOLDER or to=URL, such as to=s3://bucket/runs")
-    every_s = _seconds(options.get("every_s", "0"))
-    with hold_role(run_dir.root, "copies"):
-        slice_s = max(MIN_SLICE_S, every_s) if every_s else NO_LIMIT_S
-        copier = RunCopier(run_dir, options["to"], slice_s=slice_s)
-        with closing(copier.store):
-            if every_s:
-                return _copy_until_stopped(copier, every_s)
-            try:
-                manifest = copy_all(copier)
-            except OSError as error:
-                print(f"error: {run_dir.root} was not copied: {error}")
-                return 1
-            copier.state.is_running = False
-            copier.write_state()
-    size = f"{len(manifest.files)} files, {manifest.num_bytes / 1e6:.1f} MB"
-    print(f"copied {run_dir.root} to {copier.state.to}: {size}")
-    if manifest.split_checkpoints:
-        print(f"the copy is not whole: {split_text(manifest.split_checkpoints)}")
-    return 0
-
-
-def _copy_until_stopped(copier: RunCopier, every_s: float) -> int:
-    """Copy every few seconds until a signal, at low priority."""
-    configure_logging("copies", "INFO")
-    os.nice(NICENESS)
-    stop = threading.Event()
-
-    def on_signal(*_: object) -> None:
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
-    return run_copier(copier, stop, every_s=every_s)
-
-
 def fetch_run(url: str, options: Mapping[str, str], *, runs: Path) -> int:
     """Restore a run from its copy; return the exit code: 1 if the store failed.
 
@@ -168,14 +117,3 @@ def fetch_run(url: str, options: Mapping[str, str], *, runs: Path) -> int:
         print(f"error: {url} was not fetched: {error}")
         return 1
     return 0
-
-
-def _seconds(text: str) -> float:
-    """Return the value of `every_s`. Raises: ConfigError: it is no number, or too small."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if value != 0 and not 0.1 <= value <= 86_400:
-        raise ConfigError(f"every_s={text}: must be 0 or in [0.1, 86400]")
-    return value
