@@ -18,7 +18,7 @@ from tools.dashboard.reading.sources import open_source
 from tools.dashboard.verdict import Bottleneck, ThroughputVerdict
 from tools.simulator.config import SimulatorConfig
 from tools.simulator.main import quiet_scheduler
-from tools.simulator.measured import load_workload
+from tools.simulator.workload import load_workload
 from tools.simulator.world import SimulatedRun
 
 RUN_S = 400.0  # Limit of one run, with its start.

@@ -12,11 +12,13 @@ from common.config.train import TrainMode
 from common.errors import ConfigError
 from common.store.run_dir import write_json
 from tools.simulator.config import SimulatorConfig
-from tools.simulator.measured import MeasuredPace, load_measured, load_workload
 from tools.simulator.workload import (
+    MeasuredPace,
     SampledWorkload,
     Workload,
     at_longest_horizon,
+    load_measured,
+    load_workload,
     num_engines,
     with_actors,
     with_ahead,

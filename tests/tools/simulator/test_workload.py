@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import ConfigError
 from tests.tools.simulator.builders import make_play
-from tools.simulator.measured import MeasuredWorkload, load_measured
+from tools.simulator.workload import MeasuredWorkload, load_measured
 
 
 def _groups(stage: int, versions: range) -> dict[int, list[tuple[int, list]]]:
