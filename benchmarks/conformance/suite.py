@@ -72,8 +72,7 @@ def run_suite(
     """
     # The imports of all parts come before the first fork.
     from benchmarks.conformance import engine_side, learner_side  # noqa: F401
-    from benchmarks.conformance.composites import composites
-    from benchmarks.conformance.networks import families
+    from benchmarks.conformance.networks import composites, families
     from benchmarks.conformance.page import write_page
     from benchmarks.conformance.published import facts_of, published_models
 
@@ -210,8 +209,7 @@ def _failed(family: str, why: str, seconds: float) -> FamilyResult:
 
 def _class_of(name: str) -> str:
     """Return the class of the network of a family or a published model."""
-    from benchmarks.conformance.composites import composite_architecture
-    from benchmarks.conformance.networks import architecture
+    from benchmarks.conformance.networks import architecture, composite_architecture
     from benchmarks.conformance.published import published_models
 
     if model := published_models().get(name):
@@ -259,8 +257,8 @@ def _examine_in(
     """Examine one family with checkpoints in a folder."""
     import torch
 
-    from benchmarks.conformance.composites import save_family
     from benchmarks.conformance.learner_side import LearnerSide
+    from benchmarks.conformance.networks import save_family
     from benchmarks.conformance.published import num_params, published_models, save_published
 
     started = time.monotonic()

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.conformance.composites import composite_architecture, save_composite
+from benchmarks.conformance.networks import composite_architecture, save_composite
 from tests.end_to_end.runs import REPOSITORY, RUN_S, Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Mamba2Config, Mamba2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.conformance.composites import save_family
+from benchmarks.conformance.networks import save_family
 from benchmarks.conformance.part_results import Verdict, read
 from benchmarks.conformance.suite import RESULTS
 from common.config.actor import ActorSection

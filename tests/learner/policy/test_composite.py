@@ -11,9 +11,14 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
-from benchmarks.conformance.composites import composite_architecture, save_composite
 from benchmarks.conformance.learner_side import load_plain
-from benchmarks.conformance.networks import perturb, stored, trained
+from benchmarks.conformance.networks import (
+    composite_architecture,
+    perturb,
+    save_composite,
+    stored,
+    trained,
+)
 from common.config.learner import CriticKind, CriticSection, LoraSection
 from common.errors import ConfigError, LongstrideError
 from learner.policy.composite import composite_class

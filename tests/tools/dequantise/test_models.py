@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.conformance.composites import save_composite
+from benchmarks.conformance.networks import save_composite
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError

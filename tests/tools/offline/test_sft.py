@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import SequentialSampler
 from transformers import AutoTokenizer, Trainer, TrainingArguments
 
-from benchmarks.conformance.composites import save_composite
+from benchmarks.conformance.networks import save_composite
 from common.config.learner import Layout, LearnerSection, LoraSection, OptimizerKind, Precision
 from common.errors import ConfigError
 from learner.policy.finite import TrainingDiverged
