@@ -65,7 +65,7 @@ ALLOWED = {  # file:function -> why no deadline of its own is needed
     "learner/node.py:_ask": "polled before, without waiting",
     "learner/node.py:work": "polled before with a deadline",
     "learner/main.py:": "Checkpoints.wait has the deadline",
-    "tools/recompute/rebuild.py:save": "Checkpoints.wait has the deadline",
+    "tools/recompute/command.py:save": "Checkpoints.wait has the deadline",
     "learner/teacher/scorer.py:": "it waits for the teacher or the stop; the run's status shows it",
     "learner/training/checkpoint.py:": "Checkpoints.wait has the deadline of the writer's thread",
     "learner/training/rank_processes.py:_await_loaded": "its pipe was found ready",

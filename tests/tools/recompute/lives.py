@@ -23,7 +23,7 @@ from learner.recovery.resume import repeat_steps, steps_since
 from learner.recovery.step_log import LoggedStep, StepLog
 from learner.training.checkpoint import newest_checkpoint
 from tests.learner.builders import make_episode, make_trajectory, so_far
-from tools.recompute.rebuild import Rebuilt
+from tools.recompute.command import Rebuilt
 
 SETTINGS = [
     *["groups.size=2", "groups.min_size=2", "learner.lr=1e-3", "learner.precision=fp32"],
