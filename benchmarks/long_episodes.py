@@ -20,20 +20,16 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import psutil
 import uvloop
-import zmq.asyncio
 from transformers import AutoTokenizer
 
-from actor.delivery import Delivery
 from actor.formats.renderer import Renderer
 from actor.rollout.episode import Turn
-from actor.rollout.hubs import Hubs
-from actor.rollout.pool import EpisodePool
 from actor.rollout.recording import Recordings
-from actor.scheduler_client import SchedulerClient
+from benchmarks.actor import other_engine
 from benchmarks.real_run import check_end, child
 from benchmarks.suite import Suite
 from common.config.load import load_config
@@ -44,9 +40,8 @@ from common.host.process_settings import ONE_THREAD
 from common.log import configure_logging
 from common.store.run_dir import RunDir
 from common.store.run_start import save_config
-from common.wire.addresses import AddressBook
-from common.wire.messages import Heartbeat, Hello, Trajectory
-from common.wire.security import create_keys, load_keys
+from common.wire.messages import Trajectory
+from common.wire.security import create_keys
 from envhub.catalogue.registry import Registry
 from envhub.env import Style
 from envhub.envs.rooms import COLOURS, VERB
@@ -55,9 +50,6 @@ from scheduler.curriculum.user_functions import ItemDraw
 from tools.dashboard.reading.run_source import RunSource
 from tools.offline.config import SftSection
 from tools.offline.scratch import make_policy, make_tokenizer, save_policy
-
-if TYPE_CHECKING:
-    from actor.engine.engine import Engine
 
 LONGEST = 3  # Index of the first item of `March` with 500 rooms,
 EVERY = 1_000  # and the distance to the next one.
@@ -126,85 +118,20 @@ class SeededActions:
 
 async def play(cfg: RunConfig, run_dir: RunDir, number: int, hold_at: int) -> None:
     """Play until SIGTERM. A file has the number of turns of attempt `number`."""
-    stop = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    context = zmq.asyncio.Context()
-    keys = load_keys(run_dir.keys)
-    book = AddressBook(lambda: run_dir.find_address("scheduler"))
-    name = f"actor-{number}"
-    hello = Hello(role="actor", name=name, incarnation=f"life-{number}", version=0)
-    scheduler = SchedulerClient(book, keys, hello=hello, context=context, silence_s=START_S)
-    await scheduler.connect(timeout_s=START_S)
-    await scheduler.learn_addresses(timeout_s=START_S)
-    hubs = Hubs(book.hubs, cfg.actor, style=cfg.envhub.style, owner=hello.incarnation)
-    await hubs.start(timeout_s=START_S)
-    recordings = Recordings(run_dir.episodes)
-    delivery = Delivery(
-        book,
-        keys,
-        window=cfg.actor.delivery_window,
-        context=context,
-        on_acknowledged=recordings.drop,
-    )
-    await delivery.connect(timeout_s=START_S)
     renderer = Renderer(AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True))
     engine = SeededActions(renderer, attempt=number, hold_at=hold_at)
-    episodes = EpisodePool(
-        cfg.actor,
-        actor=name,
-        engine=cast("Engine", engine),
+    name = f"actor-{number}"
+    await other_engine.play(
+        cfg,
+        run_dir,
+        name=name,
+        life=f"life-{number}",
+        engine=engine,
         renderer=renderer,
-        environments=hubs,
-        delivery=delivery,
-        rounds=None,
-        recordings=recordings,
+        start_s=START_S,
+        recordings=Recordings(run_dir.episodes),
+        others=[_count(run_dir, name, engine)],
     )
-    loops = (
-        scheduler.run(episodes.revoke),
-        delivery.run(),
-        _take_leases(scheduler, episodes),
-        _beat(cfg, name, scheduler, episodes, delivery),
-        _count(run_dir, name, engine),
-        stop.wait(),
-    )
-    tasks = [asyncio.create_task(loop) for loop in loops]
-    done, _ = await asyncio.wait([*tasks, episodes.failed], return_when=asyncio.FIRST_COMPLETED)
-    for task in done:
-        task.result()
-    for task in tasks:
-        task.cancel()
-    await episodes.cancel_all()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    scheduler.close()
-    delivery.close()
-    await hubs.close()
-    context.destroy(linger=0)
-
-
-async def _take_leases(scheduler: SchedulerClient, episodes: EpisodePool) -> None:
-    """Request leases whenever a slot is free."""
-    while True:
-        episodes.slot_freed.clear()
-        if episodes.num_free_slots == 0:
-            await episodes.slot_freed.wait()
-            continue
-        grant = await scheduler.request_leases(num_free_slots=episodes.num_free_slots, version=0)
-        episodes.start(grant.leases)
-        if not grant.leases:
-            await asyncio.sleep(grant.retry_after_s)
-
-
-async def _beat(
-    cfg: RunConfig, name: str, scheduler: SchedulerClient, episodes: EpisodePool, delivery: Delivery
-) -> None:
-    """Send heartbeats. A late one means that something blocks the event loop of the actor."""
-    while True:
-        running = [*episodes.running_ids, *delivery.pending_ids]
-        num_slots = episodes.num_slots
-        scheduler.beat(
-            Heartbeat(role="actor", name=name, version=0, running=running, num_slots=num_slots)
-        )
-        await asyncio.sleep(cfg.scheduler.heartbeat_s)
 
 
 async def _count(run_dir: RunDir, name: str, engine: SeededActions) -> None:

@@ -7,31 +7,19 @@ engine is the command `serve`: real turns at version 0.
 
 import asyncio
 import random
-import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 import aiohttp
 import uvloop
-import zmq.asyncio
 from transformers import AutoTokenizer
 
-from actor.delivery import Delivery
 from actor.formats.renderer import Renderer
 from actor.rollout.episode import Turn
-from actor.rollout.hubs import Hubs
-from actor.rollout.pool import EpisodePool
-from actor.scheduler_client import SchedulerClient
+from benchmarks.actor import other_engine
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import EngineError
 from common.store.run_dir import RunDir
-from common.wire.addresses import AddressBook
-from common.wire.messages import Heartbeat, Hello
-from common.wire.security import load_keys
-
-if TYPE_CHECKING:  # The import takes seconds.
-    from actor.engine.engine import Engine
 
 # Rates of an engine that samples 50 tokens a second for each episode, 75 per turn on average. The
 # range is wide, so that the actors' episodes do not end at the same time.
@@ -122,79 +110,21 @@ async def play(
     url: str,
 ) -> None:
     """Play until SIGTERM, with the engine at `url` if it is not empty."""
-    stop = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    context, keys = zmq.asyncio.Context(), load_keys(run_dir.keys)
-    book = AddressBook(lambda: run_dir.find_address("scheduler"))
-    name = f"actor-{number}"
-    hello = Hello(role="actor", name=name, incarnation=f"life-{number}", version=0)
-    scheduler = SchedulerClient(book, keys, hello=hello, context=context, silence_s=START_S)
-    await scheduler.connect(timeout_s=START_S)
-    await scheduler.learn_addresses(timeout_s=START_S)
-    hubs = Hubs(book.hubs, cfg.actor, style=cfg.envhub.style, owner=hello.incarnation)
-    await hubs.start()
-    delivery = Delivery(book, keys, window=cfg.actor.delivery_window, context=context)
-    await delivery.connect(timeout_s=START_S)
     tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)
     renderer = Renderer(tokenizer)
     clock = TokenClock(vocab_size=len(tokenizer), token_s=token_s, lengths=lengths)
     shared = SharedEngine(url, end_of_turn_ids=renderer.end_of_turn_ids) if url else None
-    episodes = EpisodePool(
-        cfg.actor,
-        actor=name,
-        engine=cast("Engine", shared or clock),
+    await other_engine.play(
+        cfg,
+        run_dir,
+        name=f"actor-{number}",
+        life=f"life-{number}",
+        engine=shared or clock,
         renderer=renderer,
-        environments=hubs,
-        delivery=delivery,
-        rounds=None,
+        start_s=START_S,
     )
-    loops = (
-        scheduler.run(),
-        delivery.run(),
-        _take_leases(scheduler, hubs, episodes),
-        _beat(cfg, name, scheduler, episodes, delivery),
-        stop.wait(),
-    )
-    tasks = [asyncio.create_task(each) for each in loops]
-    done, _ = await asyncio.wait([*tasks, episodes.failed], return_when=asyncio.FIRST_COMPLETED)
-    for task in done:
-        task.result()
-    for task in tasks:
-        task.cancel()
-    await episodes.cancel_all()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    scheduler.close()
-    delivery.close()
-    await hubs.close()
     if shared is not None:
         await shared.close()
-    context.destroy(linger=0)
-
-
-async def _take_leases(scheduler: SchedulerClient, hubs: Hubs, episodes: EpisodePool) -> None:
-    """Request leases whenever a slot is free and a hub is available."""
-    while True:
-        await hubs.wait_for()
-        episodes.slot_freed.clear()
-        if episodes.num_free_slots == 0:
-            await episodes.slot_freed.wait()
-            continue
-        grant = await scheduler.request_leases(num_free_slots=episodes.num_free_slots, version=0)
-        episodes.start(grant.leases)
-        if not grant.leases:
-            await asyncio.sleep(grant.retry_after_s)
-
-
-async def _beat(
-    cfg: RunConfig, name: str, scheduler: SchedulerClient, episodes: EpisodePool, delivery: Delivery
-) -> None:
-    while True:
-        running = [*episodes.running_ids, *delivery.pending_ids]
-        num_slots = episodes.num_slots
-        scheduler.beat(
-            Heartbeat(role="actor", name=name, version=0, running=running, num_slots=num_slots)
-        )
-        await asyncio.sleep(cfg.scheduler.heartbeat_s)
 
 
 def main(
