@@ -6,6 +6,7 @@ The process is its own, so that its largest resident memory is that of the row.
 import gc
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,21 +46,59 @@ def status(name: str) -> int:
     return int(next(line for line in lines if line.startswith(name)).split()[1]) << 10
 
 
-def main(
-    folder: Path, num_tokens: int, activations: str, gib: float, precision: str, rank: int
-) -> None:
+def save_policy(folder: Path, *, hidden_size: int, intermediate_size: int, most: int) -> None:
+    """Write a random policy of two layers for contexts of `most` tokens."""
     torch.manual_seed(0)
     shape = LlamaConfig(
         vocab_size=VOCAB,
-        hidden_size=256,
-        intermediate_size=1024,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
         num_hidden_layers=2,
         num_attention_heads=1,
         num_key_value_heads=1,
         head_dim=32,
-        max_position_embeddings=num_tokens,
+        max_position_embeddings=most,
     )
     LlamaForCausalLM(shape).save_pretrained(folder)
+
+
+def peaks_of_step(
+    learner: LearnerSection,
+    folder: Path,
+    *,
+    most: int,
+    first: Sequence[Sample],
+    batch: Sequence[Sample],
+) -> dict[str, int]:
+    """Return the measured and the planned bytes of a step of the policy in a folder.
+
+    Args:
+        most: tokens of the longest context.
+        first: the batch of an earlier step, which allocates what remains.
+    """
+    actor = replace(ActorSection(), max_model_len=most)
+    dtype = "bfloat16" if learner.precision is Precision.BF16 else "float32"
+    model = ModelSection(path=str(folder), dtype=dtype)
+    cfg = RunConfig(model=model, learner=learner, actor=actor)
+    network, _ = load_start(cfg, None, torch.device("cpu"))
+    trainer, _ = make_trainer(cfg, network, None)
+    trainer.train_on(first, version=0)
+    gc.collect()
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    result = trainer.train_on(batch, version=1)
+    assert not result.decision.is_skipped
+    parts = learner_parts(cfg, read_shape(folder), is_cuda=False, rank=1)
+    parts += learner_host_parts(cfg, read_shape(folder), is_cuda=False)
+    labels = ("activations", "layer inputs", "logits", "gradients")
+    planned = sum(part.num_bytes for part in parts if part.label in labels)
+    return {"measured": status("VmHWM") - before, "planned": planned}
+
+
+def main(
+    folder: Path, num_tokens: int, activations: str, gib: float, precision: str, rank: int
+) -> None:
+    save_policy(folder, hidden_size=256, intermediate_size=1024, most=num_tokens)
     learner = LearnerSection(
         device="cpu",
         num_threads=1,
@@ -72,22 +111,8 @@ def main(
         controller=ControllerSection(skip_step=False),
         lora=LoraSection(rank=rank),
     )
-    actor = replace(ActorSection(), max_model_len=num_tokens)
-    dtype = "bfloat16" if precision == "bf16" else "float32"
-    model = ModelSection(path=str(folder), dtype=dtype)
-    cfg = RunConfig(model=model, learner=learner, actor=actor)
-    network, _ = load_start(cfg, None, torch.device("cpu"))
-    trainer, _ = make_trainer(cfg, network, None)
-    trainer.train_on([sample_of(64)], version=0)
-    gc.collect()
-    before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
-    trainer.train_on([sample_of(num_tokens)], version=1)
-    parts = learner_parts(cfg, read_shape(folder), is_cuda=False, rank=1)
-    parts += learner_host_parts(cfg, read_shape(folder), is_cuda=False)
-    labels = ("activations", "layer inputs", "logits", "gradients")
-    of_row = sum(part.num_bytes for part in parts if part.label in labels)
-    sizes = {"measured": status("VmHWM") - before, "planned": of_row}
+    row = sample_of(num_tokens)
+    sizes = peaks_of_step(learner, folder, most=num_tokens, first=[sample_of(64)], batch=[row])
     sys.stdout.write(json.dumps(sizes))
 
 
