@@ -21,11 +21,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from datasets import Dataset
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
 from common.config.learner import Precision
 from common.config.load import load_config
-from docs.examples.trl_quickstart import Clock, sync_weights
+from docs.examples.trl_quickstart import Clock, options_of, sync_weights
 from envhub.catalogue.registry import Registry
 from envhub.env import parse_item
 from envhub.envs.dataset.env import load_task
@@ -78,39 +78,20 @@ def main(path: Path) -> None:
     cfg = load_config(settings["config"], settings["overrides"])
     size = cfg.groups.size * cfg.groups.per_step
     rows = math.gcd(size, MAX_ROWS)
-    options = GRPOConfig(
-        output_dir=str(out / "trl"),
+    options = options_of(
+        cfg,
+        out,
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=size // rows,
-        generation_batch_size=size,
-        num_generations=cfg.groups.size,
         max_completion_length=cfg.actor.max_turn_tokens,
-        max_steps=cfg.train.num_steps,
-        learning_rate=cfg.learner.lr,
         weight_decay=cfg.learner.weight_decay,
         adam_beta1=cfg.learner.beta1,
         adam_beta2=cfg.learner.beta2,
         max_grad_norm=cfg.learner.max_grad_norm,
-        epsilon=cfg.algorithm.clip_low,
-        epsilon_high=cfg.algorithm.clip_high,
-        beta=0.0,
-        scale_rewards="none",
-        loss_type="grpo",  # All episodes have the same weight, as with aggregation=sequence.
         temperature=1.0,
-        use_vllm=True,
-        vllm_mode="colocate",
-        vllm_max_model_length=cfg.actor.max_model_len,
-        vllm_gpu_memory_utilization=0.3,
         bf16=cfg.learner.precision is Precision.BF16,
-        use_cpu=True,
-        shuffle_dataset=False,
         gradient_checkpointing=False,
-        save_strategy="no",
-        report_to=[],
         logging_steps=1,
-        disable_tqdm=True,
-        seed=cfg.run.seed,
-        model_init_kwargs={"attn_implementation": "sdpa", "dtype": "float32"},
     )
     num_groups = cfg.groups.per_step * cfg.train.num_steps
     trainer = Trainer(

@@ -25,6 +25,7 @@ from vllm import SamplingParams
 from actor.rollout.episode import Turn
 from benchmarks.actor.in_process import InProcessPlayer
 from common.config.load import load_config
+from common.config.run_config import RunConfig
 from common.ids import episode_id_of
 from common.wire.messages import EpisodeKind, Lease, PolicyKind
 from envhub.catalogue.registry import Registry
@@ -170,23 +171,14 @@ def reward(paid: list[float], **_: Any) -> list[float]:
     return paid
 
 
-def main(path: Path) -> None:
-    """Train as the settings say: config, overrides, keep_every_steps, last_step, out."""
-    settings = json.loads(path.read_text(encoding="utf-8"))
-    out = Path(settings["out"])
-    cfg = load_config(settings["config"], settings["overrides"])
-    rollouts = Rollouts(cfg)
-    num_groups = cfg.groups.per_step * cfg.train.num_steps
-    size = cfg.groups.size * cfg.groups.per_step
-    options = GRPOConfig(
+def options_of(cfg: RunConfig, out: Path, **others: Any) -> GRPOConfig:
+    """Return TRL's options with the values of a configuration, and the options of one task."""
+    return GRPOConfig(
         output_dir=str(out / "trl"),
-        per_device_train_batch_size=size,
-        generation_batch_size=size,
+        generation_batch_size=cfg.groups.size * cfg.groups.per_step,
         num_generations=cfg.groups.size,
-        max_completion_length=cfg.actor.max_model_len,
         max_steps=cfg.train.num_steps,
         learning_rate=cfg.learner.lr,
-        lr_scheduler_type="linear",
         epsilon=cfg.algorithm.clip_low,
         epsilon_high=cfg.algorithm.clip_high,
         beta=0.0,
@@ -196,15 +188,33 @@ def main(path: Path) -> None:
         vllm_mode="colocate",
         vllm_max_model_length=cfg.actor.max_model_len,
         vllm_gpu_memory_utilization=0.3,
-        bf16=True,
         use_cpu=True,
         shuffle_dataset=False,
         save_strategy="no",
         report_to=[],
-        logging_steps=10,
         disable_tqdm=True,
         seed=cfg.run.seed,
         model_init_kwargs={"attn_implementation": "sdpa", "dtype": "float32"},
+        **others,
+    )
+
+
+def main(path: Path) -> None:
+    """Train as the settings say: config, overrides, keep_every_steps, last_step, out."""
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    out = Path(settings["out"])
+    cfg = load_config(settings["config"], settings["overrides"])
+    rollouts = Rollouts(cfg)
+    num_groups = cfg.groups.per_step * cfg.train.num_steps
+    size = cfg.groups.size * cfg.groups.per_step
+    options = options_of(
+        cfg,
+        out,
+        per_device_train_batch_size=size,
+        max_completion_length=cfg.actor.max_model_len,
+        lr_scheduler_type="linear",
+        bf16=True,
+        logging_steps=10,
     )
     trainer = GRPOTrainer(
         model=cfg.model.path,
