@@ -130,11 +130,6 @@ def shared_length(one: Sequence[object], other: Sequence[object]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
-def shared_start(one: str, other: str) -> str:
-    """Return the longest text with which both texts begin."""
-    return one[: shared_length(one, other)]
-
-
 def shared_tags(one: str, other: str) -> str:
     """Return the longest text with which both texts begin, without a part of a tag at its end.
 

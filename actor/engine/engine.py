@@ -70,7 +70,7 @@ class Engine:
         self._watch = watch
         self.meter: EngineLoad | None = None
         self._cfg = cfg
-        self._known_params = lru_cache(partial(turn_params, cfg, end_of_turn_ids))
+        self._known_params = lru_cache(partial(turn_params, end_of_turn_ids))
         self._takes_adapters = False
         self._asks_for_experts = False  # True: the worker records the experts, not vLLM itself.
         self._named = REQUEST

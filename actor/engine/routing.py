@@ -25,7 +25,6 @@ RECORDS = "records_experts"  # Key of vLLM's `additional_config` for engines on 
 KEY = "algorithm.routing_replay=true"
 SUFFIX_CHARS = 9  # vLLM appends "-" and eight random characters to the id of a request.
 MAX_FINISHED = 1_024  # Records of finished requests that are kept until the engine takes them.
-NARROW_EXPERTS = 256  # More experts need 16 bits for each choice.
 
 
 def is_recorded_by_vllm() -> bool:

@@ -25,8 +25,6 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from common.config.actor import ActorSection
-
 CUSTOM_SCHEDULER = "Using custom scheduler class"
 
 
@@ -173,9 +171,7 @@ class WholeLogprobs(LogprobsProcessor):
         self.cumulative_logprob += sum(values)
 
 
-def turn_params(
-    cfg: ActorSection, end_of_turn_ids: list[int], temperature: float, max_tokens: int
-) -> SamplingParams:
+def turn_params(end_of_turn_ids: list[int], temperature: float, max_tokens: int) -> SamplingParams:
     """Return vLLM's parameters for sampling a turn, to be copied for each request.
 
     vLLM checks all values of a new object, which takes fifty times as long as a copy.

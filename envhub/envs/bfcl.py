@@ -37,7 +37,6 @@ EXTRA = "bfcl"
 PACKAGE = "bfcl_eval"
 CHECKER = f"{PACKAGE}.eval_checker.multi_turn_eval"
 SUBSETS = ("base", "miss_func", "miss_param", "long_context")
-NUM_SCENARIOS = 200
 # Each scenario belongs to one split, in all subsets: they vary the same scenarios.
 NUM_HELD_OUT = {"validation": 30, "test": 50}
 SESSIONS_PER_WORKER = 32

@@ -162,13 +162,13 @@ class AnswerWriter:
                 text = past.removeprefix(self._asked) + text
             return self._asked, self._headed(text, head)
         if not has_thoughts:
-            return (past if closes in past else self._closed_header(opens, closes)), text
+            return (past if closes in past else self._closed_header(closes)), text
         for start in (lead, lead.strip()):
             if text.startswith(start):
                 return self._asked, text.removeprefix(start).lstrip("\n")
         return self._asked, text
 
-    def _closed_header(self, opens: str, closes: str) -> str:
+    def _closed_header(self, closes: str) -> str:
         """Return the header of an answer without thoughts, for prompts that begin thoughts.
 
         It is the template's own empty block, or the generation prompt with the end of thoughts. A

@@ -127,7 +127,6 @@ class Fleet:
         self._max_wakes = 4 * cfg.groups.per_step + 8
         self.version = 0
         self.num_deaths = 0
-        self.num_started = 0
         num = num_engines(cfg)
         self.actors = [
             SimActor(
@@ -277,7 +276,6 @@ class Fleet:
                 seconds = lease.deadline_s
                 end_reason = EndReason.DEADLINE
             actor.leases[lease.episode_id] = lease
-            self.num_started += 1
             arrival = Arrival(
                 lease=lease,
                 play=play,
