@@ -1,6 +1,8 @@
 """Laws of whole runs whose rewards compare the members of a group."""
 
 import json
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +46,38 @@ def test_run_trains_on_the_rewards_of_groups_and_recomputes_them(tmp_path: Path)
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "equal: all 3 checksums" in done.stdout
+
+
+def test_served_model_judges_the_groups_of_a_run(tmp_path: Path) -> None:
+    """The judge is a model behind vLLM's server, which limits its reply to one score a member."""
+    policy = "model.path=configs/policies/tiny-arithmetic"
+    # This judge has learned no end of a text: it would write white space without an end.
+    grammar = "{backend: xgrammar, disable_any_whitespace: true}"
+    strict = f"actor.engine_args={{structured_outputs_config: {grammar}}}"
+    judge_of = [policy, strict, f"run.dir={tmp_path}", "run.name=judge"]
+    command = [sys.executable, "run.py", "serve", *judge_of]
+    with (
+        (tmp_path / "judge.txt").open("wb") as log,
+        subprocess.Popen(
+            command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=log, encoding="utf-8"
+        ) as judge,
+    ):
+        assert judge.stdout is not None
+        try:
+            lines = (re.match(r"policy: (\S+) model=(\S+)", line) for line in judge.stdout)
+            url, model = next(match for match in lines if match).groups()
+            term = f"groups.reward={{judged: {{function: {EXAMPLE}:judged, timeout_s: 120}}}}"
+            env = {"JUDGE_URL": url, "JUDGE_MODEL": model}
+            with Run(tmp_path, *OVERRIDES, term, config="dataset", env=env) as run:
+                assert run.wait(timeout_s=900) == 0, run.output[-3000:]
+                logged = (run.root / "journal" / "group_rewards.jsonl").read_text(encoding="utf-8")
+        finally:
+            judge.send_signal(signal.SIGINT)
+            judge.wait(60)
+    groups = [json.loads(line) for line in logged.splitlines()]
+    assert len(groups) >= 8
+    assert [group["error"] for group in groups if "error" in group] == []
+    assert {len(group["values"]["judged"]) for group in groups} == {4}
 
 
 def test_games_of_several_seats_have_rewards_of_groups(tmp_path: Path) -> None:

@@ -516,7 +516,7 @@ class Judge(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.asked.append(body)
         num = body["messages"][1]["content"].count("<answer ")
-        scores = [index / (num - 1) for index in range(num)]
+        scores = [10 * index / (num - 1) for index in range(num)]
         text = f"Compared. {json.dumps({'scores': scores})}"
         reply = json.dumps({"choices": [{"message": {"content": text}}]}).encode()
         self.send_response(200)
