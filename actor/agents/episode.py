@@ -85,10 +85,20 @@ class _OpenAnswer:
         self.asked_at = 0.0
         self._index = index
 
+    def takes_parts(self, turn_tokens: int) -> bool:
+        """Return whether a token before the end of a turn of `turn_tokens` may concern the request.
+
+        It has a stream, or its own limit of tokens or stop text may end the answer earlier.
+        """
+        limit = self.asked.max_tokens
+        is_shorter = limit is not None and limit < turn_tokens
+        return self.listener is not None or is_shorter or bool(self.asked.stop)
+
     def add(self, new: Turn) -> None:
         """Receive tokens. Raises: AnswerComplete: the request takes no further one."""
-        assert self.listener is not None
-        self.listener.add(self._index, self.partial.add(new))
+        part = self.partial.add(new)
+        if self.listener is not None:
+            self.listener.add(self._index, part)
 
 
 class AgentEpisode:
@@ -230,7 +240,7 @@ class AgentEpisode:
 
     async def _sample(self, opened: _OpenAnswer) -> Turn:
         """Return the sampled tokens of an answer, as far as its request takes them."""
-        if opened.listener is None:
+        if not opened.takes_parts(self._turn_tokens):
             return await self._play.sample(self._act, self._session, opened.ids)
         act = partial(self._act, on_tokens=opened.add)
         opened.asked_at = time.monotonic()
@@ -246,11 +256,11 @@ class AgentEpisode:
         return taken
 
     def _record_part(self, opened: _OpenAnswer) -> None:
-        """Record the tokens of an answer that ends before its last token, at most once."""
+        """Record the tokens of a stream that ends before its last token, at most once."""
         if opened not in self._open:
             return
         self._open.remove(opened)
-        if opened.partial.token_ids:
+        if opened.listener is not None and opened.partial.token_ids:
             sent = opened.partial
             taken = self._count_part(opened)
             answer = replace(
@@ -301,11 +311,13 @@ class AgentEpisode:
     def _as_answer(self, opened: _OpenAnswer, taken: Turn, stop: str | None) -> PolicyAnswer:
         """Return a sampled turn as the answer to a request."""
         asked = opened.asked
-        renderer = self._renderer if opened.listener is None else self._renderer.of_streams
+        is_streamed = opened.listener is not None
+        renderer = self._renderer.of_streams if is_streamed else self._renderer
         text, calls = read_turn(renderer, taken.token_ids, asked, stop)
         thoughts = thoughts_of(renderer, taken.token_ids, asked)
         sent = opened.partial
-        if not (text.startswith(sent.text) and thoughts.startswith(sent.thoughts)):
+        is_same = text.startswith(sent.text) and thoughts.startswith(sent.thoughts)
+        if is_streamed and not is_same:
             logger.warning(
                 "the text of a stream differs from its answer episode=%s sent=%r answer=%r",
                 *(self._lease.episode_id, sent.text[-80:], text[-80:]),

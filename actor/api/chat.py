@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import hmac
+import logging
 import math
 import os
 import secrets
 import socket
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from http import HTTPStatus
 from itertools import count
 from typing import TYPE_CHECKING, Any, cast
@@ -19,6 +21,7 @@ from aiohttp.typedefs import Handler
 from actor.api.chat_api import CHAT_API
 from actor.api.chat_endpoints import ChatEndpoint, endpoint_path, remove_left
 from actor.api.listening import stop_accepting
+from actor.api.parts import AnswerComplete, PartialAnswer
 from actor.api.prompts import (
     check_tools,
     cut_answer,
@@ -30,8 +33,11 @@ from actor.api.prompts import (
     thoughts_of,
 )
 from actor.api.requests import (
+    AnswerHead,
+    AnswerPart,
     ApiError,
     ContextExceeded,
+    Event,
     PolicyAnswer,
     PolicyRequest,
     event_text,
@@ -39,9 +45,9 @@ from actor.api.requests import (
     openai_error,
     read_limit,
     unsupported,
-    whole_stream,
 )
 from actor.formats.renderer import Renderer
+from actor.rollout.context import Turn
 from common.config.actor import ActorSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, EngineError
@@ -53,6 +59,8 @@ from common.wire.security import write_private
 
 if TYPE_CHECKING:
     from actor.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
 
 
 async def read_body(request: web.Request) -> dict[str, Any]:
@@ -163,13 +171,13 @@ class Chat:
     name: Callable[[int], str]  # version -> name of the policy
     numbers: "count[int]"
 
-    async def complete(self, request: web.Request) -> web.Response:
+    async def complete(self, request: web.Request) -> web.StreamResponse:
         """Answer one chat completion. A request that is not obeyed gets a 400 with its field."""
         try:
             self.check_access(request)
             body = await read_body(request)
             asked = CHAT_API.read({**body, **dict.fromkeys(("temperature", "seed"))})
-            return await self._response(asked, read_sampling(body, self.actor))
+            return await self._response(request, asked, read_sampling(body, self.actor))
         except (ApiError, EngineError) as error:
             return _refusal(error)
 
@@ -189,7 +197,9 @@ class Chat:
             return web.json_response(model)
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _response(self, asked: PolicyRequest, sampling: Sampling) -> web.Response:
+    async def _response(
+        self, request: web.Request, asked: PolicyRequest, sampling: Sampling
+    ) -> web.StreamResponse:
         """Return the response to a request. Raises: ApiError, EngineError."""
         asked = matched(asked)
         check_tools(self.renderer, asked)
@@ -198,17 +208,79 @@ class Chat:
         sampling = replace(
             sampling, max_tokens=self._max_answer_tokens(len(ids), sampling.max_tokens)
         )
-        choices = range(asked.num_answers)
+        heads = [
+            AnswerHead(number=f"chat:{next(self.numbers)}", num_prompt=len(ids))
+            for _ in range(asked.num_answers)
+        ]
+        if asked.is_streamed:
+            return await self._stream(request, asked, sampling, ids, heads)
         sampled = await asyncio.gather(
-            *(self._answer(asked, sampling, ids, choice) for choice in choices)
+            *(self._answer(asked, sampling, ids, choice, head) for choice, head in enumerate(heads))
         )
-        answers = [answer for answer, _ in sampled]
-        name = self.name(max(version for _, version in sampled))
-        asked = replace(asked, body={**asked.body, "model": name})
-        if not asked.is_streamed:
-            return web.json_response(CHAT_API.reply(asked, answers))
-        text = "".join(map(event_text, whole_stream(CHAT_API, asked, answers)))
-        return web.Response(text=text, content_type=EVENTS)
+        named = self._named(asked, max(version for _, version in sampled))
+        return web.json_response(CHAT_API.reply(named, [answer for answer, _ in sampled]))
+
+    def _named(self, asked: PolicyRequest, version: int) -> PolicyRequest:
+        """Return a request whose answer has the name of a version."""
+        return replace(asked, body={**asked.body, "model": self.name(version)})
+
+    async def _stream(
+        self,
+        request: web.Request,
+        asked: PolicyRequest,
+        sampling: Sampling,
+        ids: list[int],
+        heads: list[AnswerHead],
+    ) -> web.StreamResponse:
+        """Send the answers to a request as the engine samples them.
+
+        A client that leaves aborts the engine's requests.
+
+        Raises: EngineError: before the first token. A later one ends the stream with its event.
+        """
+        named = self._named(asked, self.engine.version)
+        writer = CHAT_API.writer(named, heads)
+        events: asyncio.Queue[list[Event] | EngineError | None] = asyncio.Queue()
+
+        def send(choice: int, part: AnswerPart) -> None:
+            events.put_nowait(writer.add(choice, part))
+
+        async def sample() -> None:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    answers = [
+                        group.create_task(
+                            self._answer(
+                                named, sampling, ids, choice, head, on_part=partial(send, choice)
+                            )
+                        )
+                        for choice, head in enumerate(heads)
+                    ]
+                events.put_nowait(writer.end([each.result()[0] for each in answers]))
+            except* EngineError as failures:
+                events.put_nowait(EngineError(f"{failures.exceptions[0]}"))
+            finally:
+                events.put_nowait(None)
+
+        sampling_task = asyncio.create_task(sample())
+        response = web.StreamResponse(headers={"Content-Type": EVENTS, "Cache-Control": "no-cache"})
+        try:
+            while (batch := await events.get()) is not None:
+                if isinstance(batch, EngineError):
+                    if not response.prepared:
+                        raise batch
+                    batch = writer.fail(ApiError(500, "policy_failed", f"{batch}"))
+                if not response.prepared:
+                    await response.prepare(request)
+                    batch = [*writer.begin(), *batch]
+                await response.write("".join(map(event_text, batch)).encode())
+            await response.write_eof()
+        except ConnectionError:
+            logger.debug("a client left its stream request=%s", heads[0].number)
+        finally:
+            sampling_task.cancel()
+            await asyncio.gather(sampling_task, return_exceptions=True)
+        return response
 
     def _max_answer_tokens(self, num_prompt: int, max_tokens: int) -> int:
         """Return the limit of an answer: the request's limit, or the rest of the context.
@@ -223,31 +295,53 @@ class Chat:
         return min(max_tokens, most - num_prompt)
 
     async def _answer(
-        self, asked: PolicyRequest, sampling: Sampling, ids: list[int], choice: int
+        self,
+        asked: PolicyRequest,
+        sampling: Sampling,
+        ids: list[int],
+        choice: int,
+        head: AnswerHead,
+        *,
+        on_part: Callable[[AnswerPart], None] | None = None,
     ) -> tuple[PolicyAnswer, int]:
-        """Return one answer, and the version that sampled its last token."""
-        number = f"chat:{next(self.numbers)}"
-        turn = await self.engine.generate(
-            ids,
-            request_id=number,
-            max_tokens=sampling.max_tokens,
-            salt=f"chat v{self.engine.version}",
-            seed=None if sampling.seed is None else (sampling.seed + choice) % (MAX_SEED + 1),
-            temperature=sampling.temperature,
-        )
-        cut = cut_answer(self.renderer.plain_text, turn.token_ids, asked)
+        """Return one answer, and the version that sampled its last token.
+
+        Args:
+            on_part: receives the parts of a stream; None: the request has no stream.
+        """
+        renderer = self.renderer if on_part is None else self.renderer.of_streams
+        sent = PartialAnswer(renderer, asked, num_prompt=len(ids))
+
+        def add(new: Turn) -> None:
+            part = sent.add(new)
+            if on_part is not None and part:
+                on_part(part)
+
+        try:
+            turn = await self.engine.generate(
+                ids,
+                request_id=head.number,
+                max_tokens=sampling.max_tokens,
+                salt=f"chat v{self.engine.version}",
+                seed=None if sampling.seed is None else (sampling.seed + choice) % (MAX_SEED + 1),
+                temperature=sampling.temperature,
+                on_tokens=add if on_part is not None or asked.stop else None,
+            )
+        except AnswerComplete:  # A stop text ended the answer.
+            turn = sent.taken
+        cut = cut_answer(renderer.plain_text, turn.token_ids, asked)
         taken = turn.token_ids[: cut.num_tokens]
-        text, calls = read_turn(self.renderer, taken, asked, cut.stop)
+        text, calls = read_turn(renderer, taken, asked, cut.stop)
         answer = PolicyAnswer(
-            number=number,
+            number=head.number,
             text=text,
             calls=calls,
             is_stopped=turn.is_stopped and len(taken) == len(turn.token_ids),
             stop=cut.stop,
-            num_prompt=len(ids),
+            num_prompt=head.num_prompt,
             num_sampled=len(taken),
-            thoughts=thoughts_of(self.renderer, taken, asked),
-            logprobs=logprobs_of(self.renderer, taken, turn.logprobs[: len(taken)], asked),
+            thoughts=thoughts_of(renderer, taken, asked),
+            logprobs=logprobs_of(renderer, taken, turn.logprobs[: len(taken)], asked),
         )
         return answer, turn.versions[-1]
 

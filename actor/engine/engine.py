@@ -3,13 +3,14 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from copy import copy
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
+from zlib import crc32
 
 import numpy as np
 from vllm import SamplingParams
@@ -49,6 +50,19 @@ REPORT_S = 1.0  # Seconds for the other workers to report, once one has failed.
 FIRST_POLL_S = 0.005
 LAST_POLL_S = 0.1
 DEATH_POLL_S = 0.5  # Seconds between two checks of an engine that only serves.
+
+
+def digest_of(token_ids: Sequence[int], logprobs: Sequence[float]) -> int:
+    """Return a checksum of sampled tokens and their logprobs, to compare logs with the journal."""
+    scores = np.asarray(logprobs, np.float32).tobytes()
+    return crc32(scores, crc32(np.asarray(token_ids, np.int32).tobytes()))
+
+
+def _log_sampled(request_id: str, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+    """Log the tokens of an answer by their number and checksum."""
+    if logger.isEnabledFor(logging.DEBUG):
+        digest = digest_of(token_ids, logprobs)
+        logger.debug("sampled request=%s num=%d crc=%08x", request_id, len(token_ids), digest)
 
 
 class Engine:
@@ -272,7 +286,7 @@ class Engine:
                 )
                 if on_tokens is not None:
                     async with aclosing(answers):
-                        turn = await self._streamed(answers, on_tokens)
+                        turn = await self._streamed(answers, on_tokens, request_id=request_id)
                     experts = await self._experts_of(request_id)
                     return turn if experts is None else replace(turn, experts=narrowed(experts))
                 for output in [each async for each in answers if each.finished]:
@@ -281,7 +295,9 @@ class Engine:
             self.num_running -= 1
         raise EngineError(f"request {request_id} ended without an output")
 
-    async def _streamed(self, answers: AsyncIterator[Any], on_tokens: OnTokens) -> Turn:
+    async def _streamed(
+        self, answers: AsyncIterator[Any], on_tokens: OnTokens, *, request_id: str
+    ) -> Turn:
         """Return a turn whose tokens arrive in parts.
 
         Each part has the engine's version: older tokens have arrived before the engine loads a
@@ -291,20 +307,23 @@ class Engine:
         logprobs: list[float] = []
         versions: list[int] = []
         last: Any = None
-        async for output in answers:
-            last = output
-            sample = output.outputs[0]
-            new = list(sample.token_ids)
-            if not new:
-                continue
-            part = Turn(new, list(sample.logprobs.logprobs), [self.version] * len(new))
-            assert len(part.logprobs) == len(new), "vLLM reports a logprob for each token"
-            self.num_sampled_tokens += len(new)
-            token_ids += part.token_ids
-            logprobs += part.logprobs
-            versions += part.versions
-            if not output.finished:
-                on_tokens(part)
+        try:
+            async for output in answers:
+                last = output
+                sample = output.outputs[0]
+                new = list(sample.token_ids)
+                if not new:
+                    continue
+                part = Turn(new, list(sample.logprobs.logprobs), [self.version] * len(new))
+                assert len(part.logprobs) == len(new), "vLLM reports a logprob for each token"
+                self.num_sampled_tokens += len(new)
+                token_ids += part.token_ids
+                logprobs += part.logprobs
+                versions += part.versions
+                if not output.finished:
+                    on_tokens(part)
+        finally:  # An aborted request has sampled tokens, too.
+            _log_sampled(request_id, token_ids, logprobs)
         if last is None or not last.finished:
             raise EngineError("a streamed request ended without its last output")
         return self._whole(last, token_ids, logprobs, versions)
@@ -358,6 +377,7 @@ class Engine:
         logprobs = sample.logprobs.logprobs  # One for each token, because of `logprobs=0`.
         assert len(logprobs) == len(token_ids), "vLLM reports a logprob for each token"
         self.num_sampled_tokens += len(token_ids)
+        _log_sampled(output.request_id, token_ids, logprobs)
         versions = [self.version] * len(token_ids)
         turn = self._whole(output, token_ids, logprobs, versions)
         return turn if experts is None else replace(turn, experts=narrowed(experts))

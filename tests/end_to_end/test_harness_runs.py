@@ -1,0 +1,146 @@
+"""Policies are trained behind the harnesses by name: real runs with real agents of others.
+
+The harnesses are installed at the first run, as in `tests/actor/agents/test_harnesses.py`. The
+policy is a small random network with a tokenizer of the documentation, so it solves no task. A
+reward over the group tells its answers apart, and each step changes the weights.
+"""
+
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AddedToken, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from actor.agents.harnesses import HARNESSES
+from actor.engine.engine import digest_of
+from common import repository
+from common.wire.messages import EndReason, Trajectory
+from learner.journal.journal import read_journal
+from tests.actor.agents.test_harnesses import ROOT, install_or_skip
+from tests.actor.agents.test_tool_calls import TOOLS_TEMPLATE
+from tests.end_to_end.runs import Run
+
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
+MAX_TOKENS = 40_000  # The first prompts of codex and opencode have above 10,000 tokens.
+NUM_STEPS = 2
+GROUP_SIZE = 2
+RUN_S = 1500.0
+MARKS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+SAMPLED = re.compile(r"sampled request=(\S+):\d+:\d+ num=(\d+) crc=([0-9a-f]{8})")
+REWARD = """
+def variety(completion_ids):
+    "The share of different tokens in the answers of an episode."
+    return [len(set(ids)) / len(ids) for ids in completion_ids]
+"""
+
+
+def make_policy(folder: Path) -> Path:
+    """Write a random policy with a long context, whose chat template has tools."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=4000,
+        special_tokens=[*MARKS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    texts = [path.read_text(encoding="utf-8") for path in repository.ROOT.glob("docs/*.md")]
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=[*MARKS],
+        clean_up_tokenization_spaces=False,
+    )
+    calls = ("<tool_call>", "</tool_call>")
+    fast.add_tokens([AddedToken(mark, special=False) for mark in calls])
+    fast.chat_template = TOOLS_TEMPLATE
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=4096,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=MAX_TOKENS,
+        bos_token_id=None,
+        eos_token_id=fast.convert_tokens_to_ids("<|im_end|>"),
+        pad_token_id=fast.convert_tokens_to_ids("<|endoftext|>"),
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    fast.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_policy(tmp_path_factory.mktemp("policy"))
+
+
+def answers_of(episode: Trajectory) -> Counter[tuple[int, str]]:
+    """Return the sampled answers of an episode, by their length and checksum."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], episode.loss_mask.astype(int), [0]])))
+    starts = {*episode.segment_starts}
+    answers: Counter[tuple[int, str]] = Counter()
+    for start, end in edges.reshape(-1, 2):
+        assert not starts & {*range(start + 1, end)}, "an answer lies in two rows"
+        digest = digest_of(episode.token_ids[start:end].tolist(), episode.logprobs[start:end])
+        answers[int(end - start), f"{digest:08x}"] += 1
+    return answers
+
+
+def sampled_by_engine(root: Path) -> dict[str, Counter[tuple[int, str]]]:
+    """Return episode -> what the engine sampled for it, by the log of the actor."""
+    sampled: dict[str, Counter[tuple[int, str]]] = {}
+    for path in (root / "logs").glob("actor*.log"):
+        for episode, num, digest in SAMPLED.findall(path.read_text(encoding="utf-8")):
+            if int(num):
+                sampled.setdefault(episode, Counter())[int(num), digest] += 1
+    return sampled
+
+
+@pytest.mark.parametrize("name", HARNESSES)
+def test_policy_is_trained_behind_each_harness(name: str, policy: Path, tmp_path: Path) -> None:
+    install_or_skip(name)
+    reward = tmp_path / "own.py"
+    reward.write_text(REWARD, encoding="utf-8")
+    settings = (
+        f"model.path={policy}",
+        f"actor.agent=[{name}]",
+        f"actor.harnesses={ROOT}",
+        f"actor.max_model_len={MAX_TOKENS}",
+        "actor.max_turn_tokens=32",
+        "actor.max_concurrent=2",
+        f"learner.max_tokens_per_microbatch={MAX_TOKENS}",
+        "envs.sandbox.memory_mib=4096",
+        "envs.sandbox.processes=512",
+        f"train.num_steps={NUM_STEPS}",
+        f"groups.size={GROUP_SIZE}",
+        "groups.per_step=1",
+        f"groups.reward={reward}:variety",
+        "log.level=DEBUG",
+        f"run.stall_s={RUN_S}",  # Long rows on a busy machine.
+    )
+    with Run(tmp_path, *settings, config="harness") as run:
+        assert run.wait(timeout_s=RUN_S) == 0, run.output[-3_000:]
+        lines = run.metrics()
+        ledger = run.read("ledger.json")
+        episodes = {each.episode_id: each for _, each in read_journal(run.root / "journal")}
+        sampled = sampled_by_engine(run.root)
+        log = run.output
+    assert (ledger["failed"], ledger["lost"]) == (0, 0), log[-3_000:]
+    assert ledger["trained"] == NUM_STEPS * GROUP_SIZE
+    for episode_id, episode in episodes.items():
+        assert episode.end_reason is EndReason.DONE, episode.error
+        assert answers_of(episode) == sampled[episode_id]
+    assert [line["step"] for line in lines] == [*range(1, NUM_STEPS + 1)]
+    sys.stdout.write(f"{name} {lines}\n")
