@@ -461,7 +461,11 @@ async def listening(chat: Chat, place: socket.socket | None = None) -> AsyncGene
     app.router.add_get("/v1/models/{name:.+}", chat.models)
     place = place or bound(0)
     runner = web.AppRunner(
-        app, access_log=None, shutdown_timeout=1.0, keepalive_timeout=limits.REQUEST_S
+        app,
+        access_log=None,
+        shutdown_timeout=1.0,
+        keepalive_timeout=limits.REQUEST_S,
+        handler_cancellation=True,  # A client that leaves aborts the engine's requests.
     )
     await runner.setup()
     try:

@@ -18,7 +18,7 @@ from actor.api.requests import PolicyRequest
 from actor.formats.renderer import Renderer
 from actor.formats.sampled import without_marks
 from actor.rollout.context import Turn
-from actor.rollout.episode import trajectory_of
+from actor.rollout.episode import EnvSession, OnTokens, trajectory_of
 from common.errors import ConfigError, EngineError
 from common.formats.calls import as_call
 from common.text import shared_length
@@ -235,27 +235,41 @@ def test_complete_stream_is_repeated_as_a_whole() -> None:
     asyncio.run(run())
 
 
-def test_stop_text_and_limit_end_the_sampling_of_a_stream() -> None:
-    """A whole answer of the same request has the same text and the same tokens."""
+class PausedWhole(Paused):
+    """A policy that also waits before a whole turn, which has all tokens."""
 
-    async def run(more: dict[str, Any], *, is_streamed: bool) -> tuple[str, Any, list[int], int]:
-        policy = Paused([TEXT], at=20)
-        async with endpoint(policy) as at:
-            body = {**ASKED, **more, "stream": is_streamed}
-            if not is_streamed:
-                _, answer = await at.post(CHAT, body)
-                choice = answer["choices"][0]
-                return choice["message"]["content"], choice["finish_reason"], at.sampled, 0
-            _, stream = await at.post(CHAT, body)
-            events = [json.loads(data) for _, data in events_of(stream) if data[0] == "{"]
-            reason = events[-1]["choices"][0]["finish_reason"]
+    async def act(
+        self, ids: list[int], session: EnvSession, /, on_tokens: OnTokens | None = None
+    ) -> Turn:
+        if on_tokens is None:
+            await self.before_token(self.at)
+        return await Paused.act(self, ids, session, on_tokens)
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [({"stop": " the"}, "go to"), ({"stop": ["he ho", "xx"]}, "go to t"), ({"max_tokens": 3}, "")],
+)
+def test_stop_text_and_limit_end_the_sampling(more: dict[str, Any], text: str) -> None:
+    """A stream and a whole answer have the same text and the same tokens."""
+
+    async def run(*, is_streamed: bool) -> tuple[str, Any, list[int]]:
+        policy = PausedWhole([TEXT], at=20)
+        async with endpoint(policy) as at, asyncio.timeout(20):
+            _, answer = await at.post(CHAT, {**ASKED, **more, "stream": is_streamed})
             assert not policy.waits.is_set()
-            return "".join(map(text_in, events)), reason, at.sampled, 0
+            if not is_streamed:
+                choice = answer["choices"][0]
+                return choice["message"]["content"], choice["finish_reason"], at.sampled
+            events = [json.loads(data) for _, data in events_of(answer) if data[0] == "{"]
+            reason = events[-1]["choices"][0]["finish_reason"]
+            return "".join(map(text_in, events)), reason, at.sampled
 
-    for more in ({"stop": " the"}, {"stop": ["he ho", "xx"]}, {"max_tokens": 7}):
-        whole = asyncio.run(run(more, is_streamed=False))
-        assert asyncio.run(run(more, is_streamed=True)) == whole
-        assert whole[0] != TEXT
+    whole = asyncio.run(run(is_streamed=False))
+    assert asyncio.run(run(is_streamed=True)) == whole
+    begin = RENDERER.shown(whole[2]).rstrip()
+    assert TEXT.startswith(begin)
+    assert whole[0] == text or (not text and whole[0] == begin)
 
 
 @pytest.mark.parametrize("path", STREAMED)

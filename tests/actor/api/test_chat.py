@@ -20,7 +20,7 @@ from actor.api.chat import Chat, bound, listening, serve_engine
 from actor.api.chat_endpoints import ChatEndpoint, endpoint_path, find_endpoint
 from actor.formats.renderer import Renderer
 from actor.policy import PolicySection
-from actor.rollout.episode import ContextFull, PolicyFailed, Turn
+from actor.rollout.episode import ContextFull, OnTokens, PolicyFailed, Turn
 from actor.seats.endpoint import Endpoint
 from common.config.load import load_config
 from common.errors import ConfigError, EngineError
@@ -42,7 +42,11 @@ class Parrot:
 
     version = 7
 
-    def __init__(self, says: str = "turn left") -> None:
+    def __init__(self, says: str = "turn left", *, waits_at: int = -1) -> None:
+        """`waits_at`: the number of tokens after which a request waits until it is aborted."""
+        self.waits_at = waits_at
+        self.num_sampled = 0
+        self.num_aborted = 0
         self.asked: list[list[int]] = []
         self.temperatures: list[float | None] = []
         self.seeds: list[int | None] = []
@@ -57,6 +61,7 @@ class Parrot:
         seed: int | None,
         temperature: float | None,
         max_tokens: int,
+        on_tokens: OnTokens | None = None,
         **_: Any,
     ) -> Turn:
         self.limits.append(max_tokens)
@@ -65,6 +70,17 @@ class Parrot:
         self.temperatures.append(temperature)
         if self.problem:
             raise EngineError(self.problem)
+        for number, token in enumerate(self.ids):
+            if number == self.waits_at:
+                try:
+                    await asyncio.get_running_loop().create_future()
+                except asyncio.CancelledError:
+                    self.num_aborted += 1
+                    raise
+            self.num_sampled += 1
+            if on_tokens is not None and number + 1 < len(self.ids):
+                on_tokens(Turn([token], [0.0], [self.version]))
+                await asyncio.sleep(0)
         return Turn(self.ids, [0.0] * len(self.ids), [self.version] * len(self.ids))
 
 
@@ -226,6 +242,52 @@ def test_stream_adds_up_to_the_answers() -> None:
         texts[choice.index] += choice.delta.content or ""
     assert texts == ["turn left"] * 2
     assert chunks[-1].usage.completion_tokens == 2 * len(Parrot().ids)
+
+
+def test_stop_text_ends_the_sampling() -> None:
+    async def work(client: "AsyncOpenAI") -> list[str]:
+        create: Any = client.chat.completions.create
+        whole = await create(model="m", messages=said("goal: go"), stop=["left"])
+        stream = await create(model="m", messages=said("goal: go"), stop=["left"], stream=True)
+        parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
+        return [whole.choices[0].message.content, "".join(parts)]
+
+    parrot = Parrot("turn left and go on to the red ball")
+    assert served_to_client(parrot, work) == ["turn"] * 2
+    assert parrot.num_sampled < len(parrot.ids)
+
+
+def test_text_is_sent_as_it_is_sampled_and_a_client_that_leaves_aborts() -> None:
+    async def work(client: "AsyncOpenAI") -> str:
+        text = ""
+        create: Any = client.chat.completions.create
+        async with asyncio.timeout(20):
+            stream = await create(model="m", messages=said("goal: go"), stream=True)
+            async for chunk in stream:
+                text += chunk.choices[0].delta.content or ""
+                if text:
+                    break
+            await stream.close()
+            while not parrot.num_aborted:
+                await asyncio.sleep(0.01)
+        return text
+
+    parrot = Parrot("turn left and go on to the red ball", waits_at=4)
+    assert served_to_client(parrot, work).startswith("turn")
+
+
+def test_failure_before_the_first_token_of_a_stream_is_a_status() -> None:
+    async def work(client: "AsyncOpenAI") -> int:
+        import openai
+
+        create: Any = client.chat.completions.create
+        with pytest.raises(openai.InternalServerError, match="engine died") as caught:
+            await create(model="m", messages=said("goal: go"), stream=True)
+        return caught.value.status_code
+
+    parrot = Parrot()
+    parrot.problem = "engine died: killed by SIGKILL"
+    assert served_to_client(parrot, work) == 500
 
 
 def test_served_policy_is_listed_as_a_model() -> None:
