@@ -69,8 +69,10 @@ MAX_LOG = "1m"  # Size of the kept output of a container's own program.
 LOGS_DRIVERS = {"docker": "json-file", "podman": "k8s-file"}
 # Waits as long as the container lives. It replaces the image's CMD, as a harness does.
 KEEP_ALIVE = ("sh", "-c", "exec sleep infinity")
+# A container without memory loses the processes of its commands first, and then its first one.
+LOSES_FIRST = "{ echo 500 > /proc/self/oom_score_adj; } 2>/dev/null"
 # The first output of a command is a mark: without it, the engine did not start the command.
-STARTER = 'printf %s "$1"; cd "$2" 2>/dev/null || exit 125; shift 2; exec "$@"'
+STARTER = LOSES_FIRST + '; printf %s "$1"; cd "$2" 2>/dev/null || exit 125; shift 2; exec "$@"'
 NO_FOLDER = 125
 # A pipe's input is closed without a byte, so the file is empty.
 WRITER = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1" && chmod "$2" "$1"'
