@@ -5,8 +5,8 @@ policy is a small random network with a tokenizer of the documentation, so it so
 reward over the group tells its answers apart, and each step changes the weights.
 """
 
+import json
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 MAX_TOKENS = 40_000  # The first prompts of codex and opencode have above 10,000 tokens.
 NUM_STEPS = 2
 GROUP_SIZE = 2
+MAX_NOISE = 1e-3  # Nats between the learner and the engine at the same version.
 RUN_S = 1500.0
 MARKS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 SAMPLED = re.compile(r"sampled request=(\S+):\d+:\d+ num=(\d+) crc=([0-9a-f]{8})")
@@ -136,11 +137,18 @@ def test_policy_is_trained_behind_each_harness(name: str, policy: Path, tmp_path
         ledger = run.read("ledger.json")
         episodes = {each.episode_id: each for _, each in read_journal(run.root / "journal")}
         sampled = sampled_by_engine(run.root)
+        text = (run.root / "checksums.jsonl").read_text(encoding="utf-8")
         log = run.output
+    steps = [json.loads(line) for line in text.splitlines()]
+    checksums = [step for step in steps if "digests" in step]
     assert (ledger["failed"], ledger["lost"]) == (0, 0), log[-3_000:]
     assert ledger["trained"] == NUM_STEPS * GROUP_SIZE
     for episode_id, episode in episodes.items():
         assert episode.end_reason is EndReason.DONE, episode.error
         assert answers_of(episode) == sampled[episode_id]
     assert [line["step"] for line in lines] == [*range(1, NUM_STEPS + 1)]
-    sys.stdout.write(f"{name} {lines}\n")
+    for line in lines:
+        assert line["train/num_updates"] == 1.0
+        assert line["train/grad_norm"] > 0.0
+        assert line["offpolicy/noise_abs_logprob"] < MAX_NOISE
+    assert len({step["digests"]["weights"] for step in checksums}) == NUM_STEPS

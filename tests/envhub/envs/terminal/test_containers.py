@@ -339,6 +339,21 @@ def test_command_over_its_time_ends_all_processes_and_keeps_files() -> None:
     in_container(work)
 
 
+def test_lack_of_memory_ends_a_command_before_the_container() -> None:
+    async def work(sandbox: Sandbox) -> None:
+        scores = await shell(sandbox, "cat /proc/1/oom_score_adj /proc/self/oom_score_adj")
+        first, command = map(int, scores.text.split())
+        assert command >= first + 500
+        fill = "mount -t tmpfs none /tmp && cat /dev/zero > /tmp/x"
+        for _ in range(3):  # Among processes of the same score, the kernel may choose any.
+            full = await shell(sandbox, f"unshare -Urm sh -c '{fill}'")
+            assert full.exit_code != 0
+        assert (await shell(sandbox, "echo alive")).text == "alive\n"
+
+    spec = ContainerSpec(image=BASE, memory_bytes=64 << 20)
+    in_container(work, SandboxRequest(folder="", container=spec))
+
+
 def test_files_enter_and_leave_a_container() -> None:
     async def work(sandbox: Sandbox) -> None:
         content = bytes(range(256)) * 5000
