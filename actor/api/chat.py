@@ -257,8 +257,8 @@ class Chat:
                         for choice, head in enumerate(heads)
                     ]
                 events.put_nowait(writer.end([each.result()[0] for each in answers]))
-            except* EngineError as failures:
-                events.put_nowait(EngineError(f"{failures.exceptions[0]}"))
+            except* EngineError as error:
+                events.put_nowait(EngineError(f"{error.exceptions[0]}"))
             finally:
                 events.put_nowait(None)
 
