@@ -24,6 +24,8 @@ ALLOWED = {  # file:function -> why no deadline of its own is needed
     "benchmarks/engines/": "a benchmark has the time limit of its command",
     "benchmarks/long_episodes.py:": "a benchmark has the time limit of its command",
     "benchmarks/actor/bare.py:": "the task of the bare engine is done",
+    "actor/api/chat.py:sample": "the tasks are done",
+    "actor/api/chat.py:_stream": "the engine limits each turn, and the task always sends its end",
     "actor/engine/engine.py:generate": "the engine rests during a step; a revoked lease ends it",
     "actor/engine/start.py:": "the event of the thread is set before",
     "actor/weights/receive.py:": "the task is done, or rests until there is work",

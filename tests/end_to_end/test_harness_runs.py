@@ -89,13 +89,14 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answers_of(episode: Trajectory) -> Counter[tuple[int, str]]:
     """Return the sampled answers of an episode, by their length and checksum."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], episode.loss_mask.astype(int), [0]])))
-    starts = {*episode.segment_starts}
+    is_start = np.zeros(episode.loss_mask.size, bool)
+    is_start[episode.segment_starts] = True  # An answer to a shared prompt begins a row.
     answers: Counter[tuple[int, str]] = Counter()
-    for start, end in edges.reshape(-1, 2):
-        assert not starts & {*range(start + 1, end)}, "an answer lies in two rows"
-        digest = digest_of(episode.token_ids[start:end].tolist(), episode.logprobs[start:end])
-        answers[int(end - start), f"{digest:08x}"] += 1
+    parts = np.cumsum(np.diff(episode.loss_mask, prepend=False) | is_start)
+    for part in np.unique(parts[episode.loss_mask]):
+        places = np.flatnonzero(parts == part)
+        digest = digest_of(episode.token_ids[places].tolist(), episode.logprobs[places].tolist())
+        answers[places.size, f"{digest:08x}"] += 1
     return answers
 
 
