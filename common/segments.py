@@ -19,6 +19,8 @@ to its first own turn. They are context there, so each sampled token is trained 
 
 Example (two shared turns): the trunk is [p a q b r c], of which a, b and c are sampled. Its fork is
 [p a q b r d s e], of which d and e are sampled.
+
+A part is a fork of its own episode: turns that were trained before, or are stale, are context.
 """
 
 import hashlib
@@ -320,3 +322,17 @@ def _forked(row: Trajectory, num_shared_turns: int) -> Trajectory:
         name: np.where(is_shared, column, getattr(row, name)) for name, column in columns.items()
     }
     return replace(row, **parted)
+
+
+def part_of(trajectory: Trajectory, first_turn: int) -> Trajectory:
+    """Return an episode whose turns before `first_turn` are context; itself if there are none."""
+    if not first_turn:
+        return trajectory
+    part = from_turn(trajectory, first_turn)
+    return replace(part, trunk=trajectory.member, num_shared_turns=first_turn)
+
+
+def first_fresh_turn(trajectory: Trajectory, *, least_version: int) -> int:
+    """Return the turn after the last one that has a token of a version below `least_version`."""
+    is_stale = trajectory.loss_mask & (trajectory.versions < least_version)
+    return int(trajectory.turn_ids[is_stale].max()) + 1 if is_stale.any() else 0

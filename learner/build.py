@@ -41,10 +41,9 @@ from learner.objective.advantages import group_has_signal
 from learner.policy.model import pick_device, vocabulary_size
 from learner.policy.timing import choose_compute
 from learner.recovery.checksums import ChecksumLog, start_of
-from learner.recovery.parts import PartLog
 from learner.recovery.resume import last_logged, readopt, repeat_steps, steps_since
 from learner.recovery.reward_log import RewardLog, read_group_rewards
-from learner.recovery.step_log import LoggedStep, StepLog
+from learner.recovery.step_log import LoggedStep, PartLog, StepLog
 from learner.teacher.scorer import TeacherScorer, start_teacher
 from learner.trackers import open_trackers
 from learner.training.build import load_start, make_trainer

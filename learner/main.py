@@ -32,8 +32,7 @@ from learner.journal.metrics import copy_metrics
 from learner.objective.advantages import samples_of
 from learner.objective.description import log_summary
 from learner.recovery.checksums import Start
-from learner.recovery.parts import PartName
-from learner.recovery.step_log import LoggedStep
+from learner.recovery.step_log import LoggedStep, PartName
 from learner.training.rank_processes import LOAD_S
 from learner.training.trainer import TrainResult
 from learner.weights.canary import Prompts, prompts_of

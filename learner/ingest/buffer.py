@@ -14,6 +14,7 @@ from common.config.algorithm import AlgorithmSection
 from common.config.groups import GroupsSection
 from common.errors import ConfigError, LongstrideError
 from common.ids import episode_id_of, is_below, split_episode_id
+from common.segments import first_fresh_turn, part_of
 from common.store.disk import DiskFull
 from common.text import counted
 from common.wire.messages import (
@@ -32,8 +33,8 @@ from learner.ingest.episode_stats import EpisodeStats
 from learner.ingest.journal_index import JournalIndex, ReplayPoint
 from learner.ingest.reports import ReportLog
 from learner.journal.journal import JournalPosition
-from learner.recovery.parts import PartName, first_fresh_turn, part_of
 from learner.recovery.reward_log import GroupReward
+from learner.recovery.step_log import PartName
 from learner.teacher.scores import TeacherScores
 from learner.weights.canary import RecentPrompts
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from common.config.algorithm import AlgorithmSection
 from common.errors import ConfigError, LongstrideError
 from common.ids import is_below, split_episode_id
+from common.segments import part_of
 from common.store.run_dir import RunDir
 from common.wire.messages import EpisodeKind, Trajectory
 from learner.ingest.buffer import Group, TrajectoryBuffer
@@ -15,9 +16,8 @@ from learner.journal.journal import read_journal
 from learner.journal.metrics import BEFORE_FIRST_STEP, MetricsWriter, iter_metrics
 from learner.objective.advantages import samples_of
 from learner.recovery.checksums import ChecksumLog
-from learner.recovery.parts import PartName, each_part, part_of
 from learner.recovery.reward_log import GroupReward, rewarded
-from learner.recovery.step_log import REMEDY, LoggedStep, read_steps
+from learner.recovery.step_log import REMEDY, LoggedStep, PartName, each_part, read_steps
 from learner.teacher.scores import TeacherScores
 from learner.training.trainer import Trainer, TrainResult
 

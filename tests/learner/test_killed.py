@@ -27,8 +27,7 @@ from common.wire.messages import Ack, EndReason, Hello, StepDone, Trajectory
 from common.wire.security import create_keys
 from common.wire.sockets import connect_dealer
 from learner.journal.journal import read_journal
-from learner.recovery.parts import PartName
-from learner.recovery.step_log import LoggedStep, read_steps
+from learner.recovery.step_log import LoggedStep, PartName, read_steps
 from learner.training.checkpoint import TENSORS, newest_checkpoint
 from learner.training.state import read_weights
 from tests.learner.builders import make_episode, make_trajectory, so_far

@@ -27,7 +27,7 @@ from learner.journal.journal import (
     synced_end,
 )
 from learner.journal.upkeep import DAY_S, GB, RetentionLimits, prune_old
-from learner.recovery.parts import PartName
+from learner.recovery.step_log import PartName
 from tools.cli.command_line import ParsedCommand
 from tools.copies.copier import copy
 from tools.copies.fetch import fetch_run

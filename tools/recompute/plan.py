@@ -11,9 +11,8 @@ from common.wire.messages import Trajectory
 from learner.ingest.journal_index import load_replay_point
 from learner.journal.journal import JournalPosition, journal_files, load_pruned, read_around_damage
 from learner.recovery.checksums import ChecksumRecord, Start, read_checksums
-from learner.recovery.parts import PartName, each_part
 from learner.recovery.resume import with_parts
-from learner.recovery.step_log import LoggedStep, load_pruned_steps, read_steps
+from learner.recovery.step_log import LoggedStep, PartName, each_part, load_pruned_steps, read_steps
 from learner.training.checkpoint import complete_checkpoints, load_values
 
 

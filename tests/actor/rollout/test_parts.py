@@ -11,9 +11,10 @@ from actor.rollout.context import Turn
 from actor.rollout.episode import EnvSession
 from actor.rollout.pool import PartSender
 from common.config.actor import AgentOptions, ContextKind
+from common.segments import part_of
 from common.wire.messages import EndReason, Lease, Trajectory
 from learner.ingest.intake import refusal
-from learner.recovery.parts import PartName, part_of
+from learner.recovery.step_log import PartName
 from tests.actor.rollout.playing import LEASE, Count, episode, go_on
 
 LONG = replace(LEASE, horizon=8)

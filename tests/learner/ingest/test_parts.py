@@ -12,15 +12,15 @@ from actor.delivery import ARRAYS
 from common.config.algorithm import AlgorithmSection
 from common.config.groups import GroupsSection
 from common.errors import ConfigError
+from common.segments import first_fresh_turn, part_of
 from common.store.run_dir import RunDir
 from common.wire.messages import EndReason, EpisodeOutcome, Outcome, Trajectory
 from learner.ingest.buffer import Group, GroupAssembly, TrajectoryBuffer, oldest_version
 from learner.ingest.journal_index import FROM_THE_START, JournalIndex
 from learner.ingest.reports import ReportLog
 from learner.journal.journal import JournalPosition, JournalWriter
-from learner.recovery.parts import PartLog, PartName, each_part, first_fresh_turn, part_of
 from learner.recovery.resume import readopt, with_parts
-from learner.recovery.step_log import LoggedStep, StepLog
+from learner.recovery.step_log import LoggedStep, PartLog, PartName, StepLog, each_part
 from tests.learner.builders import make_episode, so_far
 
 

@@ -7,10 +7,10 @@ import pytest
 
 from common.config.algorithm import AlgorithmSection, CreditLevel
 from common.config.learner import CriticSection, CriticTargets
+from common.segments import part_of
 from common.wire.messages import EndReason
 from learner.batch.batching import Sample
 from learner.objective.advantages import Scored, advantages_from_critic
-from learner.recovery.parts import part_of
 from tests.learner.builders import make_episode, make_trajectory, so_far
 
 

@@ -9,6 +9,7 @@ import torch
 
 from common.config.load import load_config
 from common.config.run_config import RunConfig
+from common.segments import part_of
 from common.store.run_dir import RunDir
 from common.store.run_start import save_config
 from common.wire.messages import EpisodeOutcome, Outcome, Trajectory
@@ -18,9 +19,8 @@ from learner.journal.journal import JournalWriter
 from learner.journal.metrics import MetricsWriter
 from learner.objective.advantages import samples_of
 from learner.recovery.checksums import ChecksumLog, start_of
-from learner.recovery.parts import PartLog, part_of
 from learner.recovery.resume import repeat_steps, steps_since
-from learner.recovery.step_log import LoggedStep, StepLog
+from learner.recovery.step_log import LoggedStep, PartLog, StepLog
 from learner.training.checkpoint import newest_checkpoint
 from tests.learner.builders import make_episode, make_trajectory, so_far
 from tools.recompute.command import Rebuilt
