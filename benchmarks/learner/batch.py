@@ -134,3 +134,10 @@ def make_random_model(
         torch.set_default_dtype(before)
     nn.Module.to(model, device, dtype=dtype)
     return model.train()
+
+
+def num_weights(shape: ModelShape) -> int:
+    """Return the approximate number of weights of a model, with its tables counted once."""
+    attention = 2 * (shape["num_attention_heads"] + shape["num_key_value_heads"])
+    layer = shape["hidden_size"] * (attention * shape["head_dim"] + 3 * shape["intermediate_size"])
+    return shape["num_hidden_layers"] * layer + shape["vocab_size"] * shape["hidden_size"]

@@ -1,14 +1,13 @@
 """Checks of computations that should agree: precisions, repetitions, chunk sizes."""
 
 import copy
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from benchmarks.learner.checks.bench import DeviceBench
+from benchmarks.learner.checks.bench import DeviceBench, canary_delta
 from benchmarks.learner.memory import peak_bytes, random_tokens
 from benchmarks.learner.step import clock_of
 from common.config.learner import LearnerSection
@@ -29,22 +28,6 @@ def check_canary(bench: DeviceBench) -> None:
     nn.Module.to(model, torch.bfloat16)
     name = "canary: fp32 masters under autocast against bf16 weights"
     bench.suite.at_most(name, canary_delta(known, model, sequences), "nats", MAX_CANARY_DELTA)
-
-
-def canary_delta(
-    known: Sequence[Sequence[float]],
-    engine_model: PreTrainedModel,
-    sequences: Sequence[Sequence[int]],
-) -> float:
-    """Return the mean |difference| in nats between scores [canary, seq-1] and a forward pass."""
-    deltas: list[Tensor] = []
-    for token_ids, scores in zip(sequences, known, strict=True):
-        ids = torch.tensor([token_ids], device=engine_model.device)  # [1, seq]
-        with torch.no_grad():
-            logits = engine_model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-        theirs = logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)  # [seq - 1]
-        deltas.append((theirs.cpu() - torch.tensor(scores)).abs())
-    return torch.cat(deltas).mean().item()
 
 
 def check_repetition(bench: DeviceBench) -> None:

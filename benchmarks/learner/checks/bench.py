@@ -1,10 +1,11 @@
 """The sizes of the checks of one device, and the models, batches and trainers of these sizes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from benchmarks.learner.batch import (
@@ -171,3 +172,19 @@ SMALL = Sizes(
     long_row_tokens=512,
 )
 SIZES = {"gpu": ON_GPU, "small": SMALL}
+
+
+def canary_delta(
+    known: Sequence[Sequence[float]],
+    engine_model: PreTrainedModel,
+    sequences: Sequence[Sequence[int]],
+) -> float:
+    """Return the mean |difference| in nats between scores [canary, seq-1] and a forward pass."""
+    deltas: list[Tensor] = []
+    for token_ids, scores in zip(sequences, known, strict=True):
+        ids = torch.tensor([token_ids], device=engine_model.device)  # [1, seq]
+        with torch.no_grad():
+            logits = engine_model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        theirs = logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)  # [seq - 1]
+        deltas.append((theirs.cpu() - torch.tensor(scores)).abs())
+    return torch.cat(deltas).mean().item()

@@ -15,9 +15,8 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
-from benchmarks.learner.batch import ModelShape, make_batch, make_random_model
-from benchmarks.learner.checks.agreement import canary_delta
-from benchmarks.learner.checks.bench import DeviceBench, PackedCase
+from benchmarks.learner.batch import make_batch, make_random_model, num_weights
+from benchmarks.learner.checks.bench import DeviceBench, PackedCase, canary_delta
 from benchmarks.learner.memory import measure_scoring, peak_bytes
 from benchmarks.learner.step import BARE, MAX_RATIO, alternate, clock_of, measure_step, measure_ways
 from benchmarks.learner.suite import add_peaks, add_step_cost, add_ways
@@ -126,13 +125,6 @@ def check_packed(bench: DeviceBench, *, number: int) -> None:
             return
     rate = _matrix_rate(bench.device, torch.bfloat16, bench.sizes.matrix_size) / 1e12
     _packed_step(bench, case, rate)
-
-
-def num_weights(shape: ModelShape) -> int:
-    """Return the approximate number of weights of a model, with its tables counted once."""
-    attention = 2 * (shape["num_attention_heads"] + shape["num_key_value_heads"])
-    layer = shape["hidden_size"] * (attention * shape["head_dim"] + 3 * shape["intermediate_size"])
-    return shape["num_hidden_layers"] * layer + shape["vocab_size"] * shape["hidden_size"]
 
 
 def _packed_step(bench: DeviceBench, case: PackedCase, rate: float) -> None:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.learner.batch import ModelShape
+from benchmarks.learner.batch import ModelShape, num_weights
 from benchmarks.learner.checks.bench import DeviceBench
-from benchmarks.learner.checks.training import num_weights
 from benchmarks.learner.engine import (
     MAX_TOKEN_MS,
     MAX_TURN_MS,

@@ -16,8 +16,8 @@ from benchmarks.learner.batch import (
     make_random_model,
     with_sampler_logprobs,
 )
-from benchmarks.learner.checks.agreement import canary_delta, score
-from benchmarks.learner.checks.bench import SMALL
+from benchmarks.learner.checks.agreement import score
+from benchmarks.learner.checks.bench import SMALL, canary_delta
 from benchmarks.learner.checks.weights import TOKENIZER
 from benchmarks.learner.engine import EngineRun, measure_engine
 from benchmarks.learner.memory import ScoringPeaks, peak_bytes, random_tokens, whole_logprobs
