@@ -88,8 +88,8 @@ def run_suite(
     for path, those in names.items():
         for name in those:
             if name in only if only else name not in done[path]:
-                found = examine_apart(name, method=method)
-                result = replace(found, commit=commit, libraries=libraries)
+                examined = examine_apart(name, method=method)
+                result = replace(examined, commit=commit, libraries=libraries)
                 append(path, result)
                 report(suite, result)
                 done[path][name] = result
@@ -129,10 +129,10 @@ def run_layouts(
         raise ConfigError(f"--only={','.join(strangers)}: one of {', '.join(known)}")
     for path, those in done.items():
         for name in [each for each in those if not only or each in only]:
-            found = examine_apart(name, method=method, parts=LAYOUTS)
-            measured = {part: each for part, each in found.parts.items() if part in LAYOUTS}
+            examined = examine_apart(name, method=method, parts=LAYOUTS)
+            measured = {part: each for part, each in examined.parts.items() if part in LAYOUTS}
             if not measured:
-                suite.fail(name, found.parts["full"].message)
+                suite.fail(name, examined.parts["full"].message)
                 continue
             parts = those[name].parts | measured
             result = replace(those[name], parts=parts, layouts_commit=short_commit())

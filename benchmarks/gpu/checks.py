@@ -99,9 +99,9 @@ def check_packed_layers(bench: DeviceBench) -> None:
         for layout, block in blocks.items():
             use_attention([model], bench.device.type, layout, Attention.AUTO)
             model.zero_grad()
-            found = token_logprobs(model, block, scoring)
-            found.mean().backward()
-            scores.append(found.detach().float())
+            logprobs = token_logprobs(model, block, scoring)
+            logprobs.mean().backward()
+            scores.append(logprobs.detach().float())
             parts = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
             gradients.append(torch.cat(parts).float())
         gap = float((scores[1] - scores[0]).abs().mean())

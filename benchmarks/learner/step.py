@@ -152,8 +152,8 @@ def measure_ways(
     contenders: dict[str, Callable[[], object]] = {}
     for name, way in ways.items():
         still = replace(way, lr=STILL, muon_lr=STILL)
-        own = copy.deepcopy(model)
-        contenders[name] = BareStep(still, own, samples, engine_dtype=engine_dtype)
+        copied = copy.deepcopy(model)
+        contenders[name] = BareStep(still, copied, samples, engine_dtype=engine_dtype)
     return _cost_of(contenders, model, samples, num_rounds)
 
 

@@ -49,10 +49,10 @@ def test_memory_of_a_process_includes_children_of_its_threads() -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT], stdin=pipe, stdout=pipe) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
-        own = psutil.Process(parent.pid)
-        assert [each.pid for each in descendants(own)] == [child]
+        process = psutil.Process(parent.pid)
+        assert [each.pid for each in descendants(process)] == [child]
         assert child in [each.pid for each in descendants(psutil.Process())]
-        alone = own.memory_info().rss
+        alone = process.memory_info().rss
         assert resident_bytes([parent.pid])[parent.pid] >= alone + 1_000_000
         parent.communicate()
     assert resident_bytes([parent.pid]) == {}
@@ -91,10 +91,13 @@ def test_memory_is_measured_without_reading_every_process() -> None:
             opened.append(str(arguments[0]).split("/")[2])
 
     sys.addaudithook(listen)
-    own = psutil.Process()
-    ours = {str(each.pid) for each in (own, *own.children(recursive=True))} | {"self", "stat"}
+    process = psutil.Process()
+    ours = {str(each.pid) for each in (process, *process.children(recursive=True))} | {
+        "self",
+        "stat",
+    }
     opened.clear()
-    resident_bytes([own.pid])
+    resident_bytes([process.pid])
     family_cpu_s()
     is_listening[0] = False
     assert set(opened) <= ours

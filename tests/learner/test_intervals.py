@@ -35,8 +35,8 @@ def test_student_quantiles_match_published_tables(degrees: int, quantile: float)
 def test_clustered_interval_matches_hand_computation() -> None:
     # Mean 1/2, squared deviations 0 + 1/16 + 1/16 + 1/4 = 3/8: 9 * (1/4) / (3/8) = 6 trials.
     # t = 4.30265: 4.30265 * sqrt((1/4 + 18.5128 / 24) / 6) / (1 + 18.5128 / 6) = 0.434522
-    found = clustered_interval([0.5, 0.25, 0.75])
-    assert found == pytest.approx((0.5 - 0.434522, 0.5 + 0.434522), abs=1e-5)
+    interval = clustered_interval([0.5, 0.25, 0.75])
+    assert interval == pytest.approx((0.5 - 0.434522, 0.5 + 0.434522), abs=1e-5)
 
 
 @pytest.mark.parametrize("num", [1, 2, 5, 40])
@@ -49,8 +49,8 @@ def test_single_sample_clustered_interval_equals_wilson(num: int) -> None:
 def test_clustered_interval_weighs_items_by_their_samples() -> None:
     # Shares 6/4 and 2/4 of an item: (1.5 + 0.5)^2 / (1.5^2 + 0.5^2) = 1.6 trials of mean 0.75.
     # z^2 = 3.841459: centre (0.75 + 1.200456) / 3.400912, spread 1.959964 * 0.701659 / 3.400912
-    found = clustered_interval([1.0, 0.0], [6, 2])
-    assert found == pytest.approx((0.573510 - 0.404371, 0.573510 + 0.404371), abs=1e-5)
+    interval = clustered_interval([1.0, 0.0], [6, 2])
+    assert interval == pytest.approx((0.573510 - 0.404371, 0.573510 + 0.404371), abs=1e-5)
 
 
 def test_interval_is_never_empty_and_stays_inside() -> None:

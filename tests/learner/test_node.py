@@ -130,15 +130,15 @@ def test_two_nodes_have_the_gradient_of_one_rank(
         cfg = replace(cfg, learner=replace(cfg.learner, shard_nodes=1, sequence_ranks=ranks))
     single, expected = train_alone(cfg)
     train(single)
-    found = Gradients()
+    gradients = Gradients()
     with (
         two_nodes(cfg, tmp_path) as run,
-        run.rank_0(is_shared=is_shared, before_update=found) as (trainer, workers),
+        run.rank_0(is_shared=is_shared, before_update=gradients) as (trainer, workers),
     ):
-        found.trainer = trainer
+        gradients.trainer = trainer
         train(trainer)
         published = tensors_of(trainer.live_weights(ask=workers.ask_for_part))
-    assert_same_gradients(found, expected)
+    assert_same_gradients(gradients, expected)
     assert_same_weights(published, tensors_of(single.live_weights()))
 
 
@@ -147,10 +147,10 @@ def test_killed_rank_of_a_node_restarts_from_its_checkpoint(tmp_path: Path) -> N
     cfg = config_of(tmp_path, "grpo")
     single, expected = train_alone(cfg)
     train(single)
-    found = Gradients()
+    gradients = Gradients()
     with two_nodes(cfg, tmp_path) as run:
-        with run.rank_0(before_update=found) as (trainer, _):
-            found.trainer = trainer
+        with run.rank_0(before_update=gradients) as (trainer, _):
+            gradients.trainer = trainer
             train(trainer)
             folder = save(trainer, run.run_dir, run.cfg)
             pids = [int(each) for each in re.findall(r"pids=\[(\d+), (\d+)\]", run.log)[0]]
@@ -166,7 +166,7 @@ def test_killed_rank_of_a_node_restarts_from_its_checkpoint(tmp_path: Path) -> N
             workers.is_over = True
         run.node.wait_until(lambda: run.node.poll() is not None, timeout_s=60.0)
         assert run.node.poll() == 0, run.log
-    assert_same_gradients(found, expected)
+    assert_same_gradients(gradients, expected)
     train(single, first=STEPS)
     assert_same_weights(onward, tensors_of(single.live_weights()))
     resumed, _ = train_alone(cfg, folder)

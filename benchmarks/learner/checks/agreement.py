@@ -36,9 +36,9 @@ def check_repetition(bench: DeviceBench) -> None:
     before = model.state_dict()
     updated: list[dict[str, Tensor]] = []
     for _ in range(2):
-        own = copy.deepcopy(model)
-        bench.trainer(own).train_on(bench.samples(model), version=0, must_train=True)
-        updated.append(dict(own.state_dict()))
+        copied = copy.deepcopy(model)
+        bench.trainer(copied).train_on(bench.samples(model), version=0, must_train=True)
+        updated.append(dict(copied.state_dict()))
     first, second = updated
     apart = moved = 0.0
     for name, weights in first.items():

@@ -50,9 +50,9 @@ async def sampled(engine: Any) -> dict[str, list[int]]:
     asked = {name: ask(engine, name, seed=seed) for name, seed in seeds.items()}
     asked |= {f"unseeded {n}": ask(engine, f"unseeded {n}", seed=None) for n in range(4)}
     asked["long"] = ask(engine, "long", seed=7, prompt=LONG_PROMPT)
-    found = await asyncio.gather(*asked.values())
+    results = await asyncio.gather(*asked.values())
     again = await ask(engine, "again", seed=seeds["member 2"])
-    tokens = {name: turn.token_ids for name, turn in zip(asked, found, strict=True)}
+    tokens = {name: turn.token_ids for name, turn in zip(asked, results, strict=True)}
     return tokens | {"again": again.token_ids}
 
 

@@ -33,13 +33,13 @@ def test_proxy_variable_follows_the_request_scheme(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HTTP_PROXY", "http://big.example:1")
     monkeypatch.setenv("http_proxy", "http://small.example:2")
     monkeypatch.setenv("ALL_PROXY", "rest.example:3")
-    found = proxy_for(OTHER)
-    assert found is not None
-    assert (found.url, found.variable) == ("http://small.example:2", "http_proxy")
-    assert proxy_for("ws://elsewhere.example/ws") == found
-    found = proxy_for("https://elsewhere.example")
-    assert found is not None
-    assert (found.url, found.variable) == ("http://rest.example:3", "ALL_PROXY")
+    proxy = proxy_for(OTHER)
+    assert proxy is not None
+    assert (proxy.url, proxy.variable) == ("http://small.example:2", "http_proxy")
+    assert proxy_for("ws://elsewhere.example/ws") == proxy
+    proxy = proxy_for("https://elsewhere.example")
+    assert proxy is not None
+    assert (proxy.url, proxy.variable) == ("http://rest.example:3", "ALL_PROXY")
 
 
 def test_no_variable_means_no_proxy() -> None:

@@ -102,9 +102,9 @@ def test_nested_messages_and_arrays_reach_an_older_peer_unchanged() -> None:
     trajectory = make_trajectory([5, 6, 7], [0, 1, 1])
     frames = encode(trajectory, 3)
     assert version_of(frames) == 3
-    found = decode(frames)
-    assert isinstance(found, Trajectory)
-    assert found.token_ids.tolist() == [5, 6, 7]
+    message = decode(frames)
+    assert isinstance(message, Trajectory)
+    assert message.token_ids.tolist() == [5, 6, 7]
     assert in_version(encode(trajectory), 3) == frames
     assert in_version(frames, 3) is frames
 

@@ -77,9 +77,9 @@ def test_sciworld_splits_hold_every_task_and_the_test_variations():
 
 @pytest.mark.parametrize("num", [0, 1, 7, 100, -1])
 def test_items_are_taken_at_even_distances(num: int):
-    found = spread(range(100), num)
-    assert len(found) == (100 if num < 0 else num)
-    assert len({*found}) == len(found)
+    places = spread(range(100), num)
+    assert len(places) == (100 if num < 0 else num)
+    assert len({*places}) == len(places)
 
 
 def test_item_lists_load_in_all_published_forms(tmp_path: Path):

@@ -28,8 +28,8 @@ def test_sampled_token_is_paid_for_its_own_divergence() -> None:
 
 def test_sampled_advantage_has_no_gradient() -> None:
     new = torch.tensor([-1.0], requires_grad=True)
-    found = with_teacher(torch.zeros(1), new, torch.tensor([-2.0]), SAMPLED)
-    assert not found.requires_grad
+    taught = with_teacher(torch.zeros(1), new, torch.tensor([-2.0]), SAMPLED)
+    assert not taught.requires_grad
 
 
 def test_banned_token_costs_a_bounded_number() -> None:

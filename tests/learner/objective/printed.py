@@ -139,16 +139,16 @@ def evaluate(text: str, names: dict[str, Tensor], t: Tokens) -> Tensor:
 
 def value_loss(laws: dict[str, str], groups: Groups, t: Tokens) -> Tensor:
     """Return the critic's loss over the states that its timesteps begin in."""
-    found = re.fullmatch(r"mean_(turn|token)s \[(.*?)(?:; (maximum of this and .*))?\]", laws["VL"])
-    assert found is not None, laws["VL"]
+    match = re.fullmatch(r"mean_(turn|token)s \[(.*?)(?:; (maximum of this and .*))?\]", laws["VL"])
+    assert match is not None, laws["VL"]
     targets = torch.from_numpy(np.concatenate([x[1] for x in critic_of(laws["A"], groups, t)]))
     error = (t.values - targets) ** 2 / 2
-    if found[3]:
-        clip = number(r"clip\(V-V_old, -([\d.e-]+),", found[3])
+    if match[3]:
+        clip = number(r"clip\(V-V_old, -([\d.e-]+),", match[3])
         held = t.old_values + (t.values - t.old_values).clamp(-clip, clip)
         error = torch.maximum(error, (held - targets) ** 2 / 2)
     first = torch.ones(len(error), dtype=torch.bool)
-    first[1:] = (t.turn[1:] != t.turn[:-1]) if found[1] == "turn" else True
+    first[1:] = (t.turn[1:] != t.turn[:-1]) if match[1] == "turn" else True
     return error[first].mean()
 
 
@@ -294,11 +294,11 @@ def _of_group(term: str, group: list[Trajectory], groups: Groups) -> list[np.nda
         return [float(weighted[1]) * each for each in _by_state(weighted[2], group)]
     if "mean_same_state G" in term:
         return _by_state(term, group)
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"\((.*?)(?: - (leave_one_out|group_mean|mean_\w+ same_\w+))?\)(/\w+)?", term
     )
-    assert found is not None, term
-    credit, base, std = found.groups()
+    assert match is not None, term
+    credit, base, std = match.groups()
     worth = [_credit(credit, e) for e in group]
     per_turn = credit.startswith("sum_later")
     flat = np.concatenate(worth) if per_turn else np.array([x[0] if len(x) else 0 for x in worth])
@@ -312,10 +312,10 @@ def _credit(text: str, e: Trajectory) -> np.ndarray:
     num = e.num_turns
     if later := re.fullmatch(r"sum_later_turns ([\d.e-]+)\^k\*\(?(.*?)\)?", text):
         return _returns(_paid(later[2], e), float(later[1]))
-    found = re.fullmatch(r"R(?:\*([\d.]+)\^\(turns-1\))?(?: - ([\d.]+)\*invalid_frac)?", text)
-    assert found is not None, text
-    worth = (e.reward - e.start_score) * float(found[1] or 1) ** max(num - 1, 0)
-    worth -= float(found[2] or 0) * e.num_invalid_actions / max(num, 1)
+    match = re.fullmatch(r"R(?:\*([\d.]+)\^\(turns-1\))?(?: - ([\d.]+)\*invalid_frac)?", text)
+    assert match is not None, text
+    worth = (e.reward - e.start_score) * float(match[1] or 1) ** max(num - 1, 0)
+    worth -= float(match[2] or 0) * e.num_invalid_actions / max(num, 1)
     return np.full(max(num, 1), worth)
 
 
@@ -359,9 +359,9 @@ def _less(credit: list[np.ndarray], base: str) -> list[np.ndarray]:
 
 
 def number(pattern: str, text: str) -> float:
-    found = re.search(pattern, text)
-    assert found is not None, text
-    return float(found[1])
+    match = re.search(pattern, text)
+    assert match is not None, text
+    return float(match[1])
 
 
 def _by_state(text: str, group: list[Trajectory]) -> list[np.ndarray]:

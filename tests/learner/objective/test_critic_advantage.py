@@ -92,13 +92,15 @@ def test_part_has_its_own_rewards_and_the_value_of_its_end() -> None:
         logprobs=floats(-1.0, -1.0, -1.0, -1.0),
     )
     by_turn = AlgorithmSection(reward_level=CreditLevel.TURN)
-    found = advantages_from_critic([early, late], scored, by_turn, CriticSection(whiten=False))
+    samples = advantages_from_critic([early, late], scored, by_turn, CriticSection(whiten=False))
     # The second turn scores 0.25, and 0.2 is the value of its end; the first turn's 0.25 is not its
     # own. The last turn scores 0.25, and nothing follows.
-    assert found[0].token_advantages().tolist() == pytest.approx([0.25 + 0.2 - 0.3] * 2)
-    assert found[1].token_advantages().tolist() == pytest.approx([0.25 - 0.1] * 2)
+    assert samples[0].token_advantages().tolist() == pytest.approx([0.25 + 0.2 - 0.3] * 2)
+    assert samples[1].token_advantages().tolist() == pytest.approx([0.25 - 0.1] * 2)
     whole_credit = AlgorithmSection()
-    found = advantages_from_critic([early, late], scored, whole_credit, CriticSection(whiten=False))
+    samples = advantages_from_critic(
+        [early, late], scored, whole_credit, CriticSection(whiten=False)
+    )
     # The score so far is not paid at the cut: the value of the end, at least 0.5, includes it.
-    assert found[0].token_advantages().tolist() == pytest.approx([0.5 - 0.3] * 2)
-    assert found[1].token_advantages().tolist() == pytest.approx([0.75 - 0.1] * 2)
+    assert samples[0].token_advantages().tolist() == pytest.approx([0.5 - 0.3] * 2)
+    assert samples[1].token_advantages().tolist() == pytest.approx([0.75 - 0.1] * 2)

@@ -98,5 +98,5 @@ def test_gigpo_adds_the_step_advantage_among_equal_states(is_scaled: bool) -> No
                 peers = np.array(of_state[int(member.turn_states[turn])])
                 step = own[turn] - peers.mean()
                 expected.append(of_episode + step / (peers.std() + EPSILON if is_scaled else 1))
-    found = computed(**PLAIN, normalize_std=is_scaled, state_credit=StateCredit.GIGPO)
-    np.testing.assert_allclose(found, expected, atol=1e-6, rtol=0)
+    result = computed(**PLAIN, normalize_std=is_scaled, state_credit=StateCredit.GIGPO)
+    np.testing.assert_allclose(result, expected, atol=1e-6, rtol=0)

@@ -85,7 +85,7 @@ def test_gae_and_its_targets_are_their_definition(step: Timestep, level: CreditL
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.2])
-def test_value_loss_and_gradient_match_hand_computed_numbers(clip: float) -> None:
+def test_computedand_gradient_match_hand_computed_numbers(clip: float) -> None:
     rng = np.random.default_rng(1)
     now, target, old = (rng.normal(size=9) for _ in range(3))
     marks = np.array([1, 0, 1, 1, 0, 0, 1, 1, 1]) / 6
@@ -98,8 +98,8 @@ def test_value_loss_and_gradient_match_hand_computed_numbers(clip: float) -> Non
         slopes.append(w * (v - t) if moves else 0.0)
     values = torch.from_numpy(now).requires_grad_()
     given = (torch.from_numpy(each) for each in (target, old, marks))
-    found = value_loss(values, *given, clip=clip)
-    found.backward()
-    assert found.item() == pytest.approx(loss, abs=1e-6)
+    computed = value_loss(values, *given, clip=clip)
+    computed.backward()
+    assert computed.item() == pytest.approx(loss, abs=1e-6)
     assert values.grad is not None
     np.testing.assert_allclose(values.grad.numpy(), slopes, atol=1e-6, rtol=0)

@@ -274,17 +274,17 @@ def test_packed_sequences_longer_than_a_window_score_as_alone(family: str, name:
     assert use_attention([model], "cpu", Layout.AUTO, Attention(name))
     for shared in ((), (0, 0, 20, 100)):
         tokens = collate_tokens(sequences, masks, device="cpu", is_packed=True, shared=shared)
-        found = token_logprobs(model, tokens, EXACT)
+        logprobs = token_logprobs(model, tokens, EXACT)
         own = torch.cat(
             [
                 each[np.flatnonzero(mask) - 1, ids[mask]]
                 for each, ids, mask in zip(expected, sequences, masks, strict=True)
             ]
         )
-        torch.testing.assert_close(found, own, atol=1e-5, rtol=0)
+        torch.testing.assert_close(logprobs, own, atol=1e-5, rtol=0)
     alone = collate_tokens(sequences[2:3], masks[2:3], device="cpu", is_packed=True)
-    found = token_logprobs(model, alone, EXACT)
-    torch.testing.assert_close(found, own[8:58], atol=1e-5, rtol=0)
+    logprobs = token_logprobs(model, alone, EXACT)
+    torch.testing.assert_close(logprobs, own[8:58], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -335,10 +335,10 @@ def test_window_that_a_kernel_does_not_get_is_applied_by_the_layers() -> None:
     masks = [np.arange(len(each)) > 0 for each in sequences]
     assert use_attention([model], "cpu", Layout.AUTO, Attention.AUTO)
     packed = collate_tokens(sequences, masks, device="cpu", is_packed=True)
-    found = token_logprobs(model, packed, EXACT)
+    logprobs = token_logprobs(model, packed, EXACT)
     assert not use_attention([model], "cpu", Layout.PADDED, Attention.AUTO)
     padded = collate_tokens(sequences, masks, device="cpu")
-    torch.testing.assert_close(found, token_logprobs(model, padded, EXACT), atol=1e-5, rtol=0)
+    torch.testing.assert_close(logprobs, token_logprobs(model, padded, EXACT), atol=1e-5, rtol=0)
 
 
 def test_cap_that_a_kernel_does_not_get_is_refused() -> None:

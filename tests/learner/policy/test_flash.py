@@ -73,9 +73,9 @@ def test_kernel_gets_bf16_once_per_layer(family: str, monkeypatch: pytest.Monkey
     use_kernel(monkeypatch, kernel)
     use_attention([model], "cpu", Layout.PACKED, Attention.FUSED)
     for block, other in zip(blocks, expected, strict=True):
-        found = token_logprobs(model, block, BF16)
-        found.sum().backward()
-        assert (found - other).abs().mean() < 0.02 * other.abs().mean()
+        logprobs = token_logprobs(model, block, BF16)
+        logprobs.sum().backward()
+        assert (logprobs - other).abs().mean() < 0.02 * other.abs().mean()
     assert len(kernel.dtypes) == len(blocks) * model.config.num_hidden_layers
     assert set(kernel.windows) == WINDOWS.get(family, {-1})
     assert set.union(*kernel.dtypes) == {torch.bfloat16}

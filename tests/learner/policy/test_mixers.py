@@ -97,9 +97,9 @@ def test_packed_sequences_have_the_scores_and_gradient_of_padded_ones(
         (expected * weights).sum().backward()
         gradient = gradient_of(model)
         use_attention([model], "cpu", Layout.PACKED, attention)
-        found = token_logprobs(model, block, EXACT)
-        (found * weights).sum().backward()
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=2e-6)
+        logprobs = token_logprobs(model, block, EXACT)
+        (logprobs * weights).sum().backward()
+        torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=2e-6)
         assert (gradient_of(model) - gradient).norm() < 1e-5 * gradient.norm()
 
 

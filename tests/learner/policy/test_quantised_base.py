@@ -65,20 +65,20 @@ def test_small_numbers_are_kept_or_zero(base: BaseFormat, size: float) -> None:
 def test_nf4_takes_the_nearest_of_its_numbers() -> None:
     weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
     weight = weight.to(torch.bfloat16).float()
-    found = dequantise(*quantise(weight, BaseFormat.NF4), BaseFormat.NF4, torch.float32)
+    restored = dequantise(*quantise(weight, BaseFormat.NF4), BaseFormat.NF4, torch.float32)
     largest = weight.abs().amax(1, keepdim=True)
     choices = torch.tensor(NF4) * largest[..., None]  # [row, 1, number]
     nearest = (weight[..., None] - choices).abs().argmin(-1)
     expected = choices.expand(4, 64, 16).gather(2, nearest[..., None])[..., 0]
-    assert found.view(4, 64).equal(expected.to(torch.bfloat16).float())
+    assert restored.view(4, 64).equal(expected.to(torch.bfloat16).float())
 
 
 def test_int8_differs_by_half_a_step_at_most() -> None:
     weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
-    found = dequantise(*quantise(weight, BaseFormat.INT8), BaseFormat.INT8, torch.float32)
+    restored = dequantise(*quantise(weight, BaseFormat.INT8), BaseFormat.INT8, torch.float32)
     step = weight.abs().amax(1, keepdim=True) / 127
     rounding = (weight.abs() + step) * 2**-7  # To bf16, before and after.
-    assert ((found.view(4, 64) - weight).abs() <= 0.51 * step + rounding).all()
+    assert ((restored.view(4, 64) - weight).abs() <= 0.51 * step + rounding).all()
 
 
 def config(folder: Path, base: BaseFormat, **learner: Any) -> RunConfig:

@@ -62,8 +62,8 @@ def scored(model: PreTrainedModel, lengths: list[int], layout: Layout) -> Tensor
     masks = [np.arange(n) > 0 for n in lengths]
     tokens = collate_tokens(sequences, masks, device="cpu", is_packed=is_packed)
     with torch.no_grad():
-        found = token_logprobs(model, tokens, Scoring(chunk_tokens=256, autocast=False))
-    return found[: lengths[0] - 1]
+        logprobs = token_logprobs(model, tokens, Scoring(chunk_tokens=256, autocast=False))
+    return logprobs[: lengths[0] - 1]
 
 
 @pytest.mark.parametrize("layout", [Layout.PADDED, Layout.PACKED])

@@ -167,9 +167,9 @@ def test_logits_changed_behind_head_are_scored_right(family: str, tmp_path: Path
         alone = head(model.base_model(ids)[0])[0, :-1]
     expected = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
     assert float((alone - logits).abs().max()) > 0.01, "the head alone is wrong"
-    found = token_logprobs(model, block, EXACT)
-    torch.testing.assert_close(found.detach(), expected, atol=1e-5, rtol=1e-5)
-    found.sum().backward()
+    logprobs = token_logprobs(model, block, EXACT)
+    torch.testing.assert_close(logprobs.detach(), expected, atol=1e-5, rtol=1e-5)
+    logprobs.sum().backward()
     for name, weight in model.named_parameters():
         assert weight.grad is not None, name
 
@@ -179,10 +179,10 @@ def test_temperature_divides_logits_after_their_cap(tmp_path: Path) -> None:
     ids = torch.arange(12)[None]
     block = collate_tokens([ids[0].numpy()], [np.arange(12) > 0], device="cpu")
     with torch.no_grad():
-        found = token_logprobs(model, block, replace(EXACT, temperature=0.5))
+        logprobs = token_logprobs(model, block, replace(EXACT, temperature=0.5))
         logits = model(ids).logits[0, :-1] / 0.5
     expected = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_hybrid_network_with_scaled_logits_is_scored_right(tmp_path: Path) -> None:

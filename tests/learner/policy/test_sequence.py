@@ -108,8 +108,8 @@ def _be_rank(rank: int, folder: Path) -> None:
     group, _ = dist.new_subgroups(2)
     assert isinstance(group, dist.ProcessGroup)
     for family, precision in CASES:
-        found = computed(family, precision, group)
-        torch.save(found, f"{folder}/{family}.{precision.value}.{rank}.pt")
+        result = computed(family, precision, group)
+        torch.save(result, f"{folder}/{family}.{precision.value}.{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -120,7 +120,7 @@ def test_families_have_the_scores_and_gradient_of_one_rank(tmp_path: Path) -> No
         scores, gradient = computed(family, precision)
         assert gradient.norm() > 1e-3
         for rank in range(2):
-            found = torch.load(tmp_path / f"{family}.{precision.value}.{rank}.pt")
-            gap = (found[0] - scores).abs().mean() / scores.abs().mean()
+            state = torch.load(tmp_path / f"{family}.{precision.value}.{rank}.pt")
+            gap = (state[0] - scores).abs().mean() / scores.abs().mean()
             assert gap < limit, (family, precision)
-            assert (found[1] - gradient).norm() < limit * gradient.norm(), (family, precision)
+            assert (state[1] - gradient).norm() < limit * gradient.norm(), (family, precision)

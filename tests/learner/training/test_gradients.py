@@ -252,14 +252,14 @@ def test_ranks_of_one_row_make_the_gradient_of_one(together: Together) -> None:
         change, metrics, scores = _divided_step(trainer)
         assert change.abs().max() > 1e-3
         for rank in range(together.size):
-            found = torch.load(together.folder / f"divided.{number}.{rank}.pt")
+            state = torch.load(together.folder / f"divided.{number}.{rank}.pt")
             limit = 1e-5 * max(1.0, float(change.abs().max()))
-            assert (found[0] - change).abs().max() < limit, case
-            assert found[1].keys() == metrics.keys()
+            assert (state[0] - change).abs().max() < limit, case
+            assert state[1].keys() == metrics.keys()
             for name in metrics.keys() - {"train/step_s", "train/tokens_per_s", *SPEEDS}:
                 expected = pytest.approx(metrics[name], rel=1e-4, abs=1e-5)
-                assert found[1][name] == expected, (case, name)
-            assert found[2] == [pytest.approx(each, abs=1e-5) for each in scores]
+                assert state[1][name] == expected, (case, name)
+            assert state[2] == [pytest.approx(each, abs=1e-5) for each in scores]
 
 
 def _divided_step(trainer: Trainer) -> tuple[torch.Tensor, dict[str, float], list[list[float]]]:

@@ -229,9 +229,9 @@ def test_several_ranks_read_the_moments_of_one(size: int, tmp_path: Path) -> Non
                 restore(tmp_path / "state", {"model": other}, optimizers)
             return
         restore(tmp_path / "state", {"model": other}, optimizers)
-        found = live_tensors({"model": other}, optimizers)
-        assert found.keys() == written.keys()
-        for name, part in found.items():
+        tensors = live_tensors({"model": other}, optimizers)
+        assert tensors.keys() == written.keys()
+        for name, part in tensors.items():
             want, local = written[name], part.detach()
             if isinstance(local, DTensor):
                 assert local.shape == want.shape, name
@@ -250,13 +250,13 @@ def test_two_ranks_train_like_one(tmp_path: Path) -> None:
     alone = replace(cfg, learner=replace(cfg.learner, num_ranks=1))
     expected = weights_after(make(alone), num_steps=3)
     with ranks_of(cfg) as (trainer, _):
-        found = weights_after(trainer, num_steps=3)
+        weights = weights_after(trainer, num_steps=3)
         folder = save(trainer, tmp_path / "checkpoints", cfg, version=3)
         kept = local_values(trainer)
         onward = weights_after(trainer, num_steps=1)
     assert sum(name.endswith(".codes") for name in kept) == 2 * (2 + 14)  # tables and layers
-    assert (found - expected).abs().max() < 2e-3  # Three updates change at most 1e-3 each.
-    assert (found - expected).abs().mean() < 2e-5
+    assert (weights - expected).abs().max() < 2e-3  # Three updates change at most 1e-3 each.
+    assert (weights - expected).abs().mean() < 2e-5
     with ranks_of(cfg, folder) as (trainer, _):
         again = local_values(trainer)
         assert [name for name in kept if not torch.equal(kept[name], again[name])] == []

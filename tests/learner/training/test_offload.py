@@ -60,7 +60,7 @@ def test_offloaded_run_trains_publishes_and_resumes_like_a_plain_one(
     plain = make(cfg)
     expected = train(plain, 0, 1)
     with ranks_of(offloaded(cfg)) as (trainer, _):
-        found = train(trainer, 0, 1)
+        result = train(trainer, 0, 1)
         networks = trainer._gradients._networks
         kept = [networks.policy, networks.critic, networks.reference]
         assert [policies_of(each) for each in kept if each] == [{CPUOffloadPolicy}] * (
@@ -70,9 +70,9 @@ def test_offloaded_run_trains_publishes_and_resumes_like_a_plain_one(
         published = tensors_of(trainer.live_weights())
         scores = trainer.score(SEQUENCES)
         onward = train(trainer, 2)
-    assert found.keys() == expected.keys()
+    assert result.keys() == expected.keys()
     for name, value in expected.items():
-        assert torch.allclose(found[name].float(), value.float(), atol=1e-6), name
+        assert torch.allclose(result[name].float(), value.float(), atol=1e-6), name
     for name, value in tensors_of(plain.live_weights()).items():
         assert (published[name] - value).abs().max() < 1e-6
     for ours, theirs in zip(scores, plain.score(SEQUENCES), strict=True):

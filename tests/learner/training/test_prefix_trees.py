@@ -241,12 +241,12 @@ def test_trees_have_the_loss_and_gradient_of_separate_rows(name: str, attention:
     assert apart.sums[COMPUTED] == num_tokens
     for max_tokens in (10_000, 50):
         how: dict[str, Any] = {"max_tokens_per_microbatch": max_tokens, "attention": attention}
-        found = computed(case, samples, shared_prefix=True, **how)
-        check_equal(found, apart)
+        result = computed(case, samples, shared_prefix=True, **how)
+        check_equal(result, apart)
         if max_tokens == 10_000:
-            assert found.sums[COMPUTED] == num_beginnings(samples) < 0.7 * num_tokens
+            assert result.sums[COMPUTED] == num_beginnings(samples) < 0.7 * num_tokens
         else:
-            assert num_beginnings(samples) < found.sums[COMPUTED] < num_tokens
+            assert num_beginnings(samples) < result.sums[COMPUTED] < num_tokens
 
 
 @pytest.fixture(scope="module")
@@ -283,9 +283,9 @@ def _be_rank(rank: int, folder: Path) -> None:
     for name, case in RANKED.items():
         for way, (ranks, learner) in ways.items():
             how: dict[str, Any] = {"max_tokens_per_microbatch": 60, **learner}
-            found = computed(case, ranked_samples(case), ranks=ranks, **how)
-            places = (set(found.batch.before), set(found.logprobs))
-            torch.save((found.sums, found.gradient, places), f"{folder}/{name}.{way}.{rank}.pt")
+            result = computed(case, ranked_samples(case), ranks=ranks, **how)
+            places = (set(result.batch.before), set(result.logprobs))
+            torch.save((result.sums, result.gradient, places), f"{folder}/{name}.{way}.{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -73,9 +73,9 @@ def test_several_ranks_read_the_state_of_one(tmp_path: Path, size: int) -> None:
         rates = [group["lr"] for each in optimizers for group in each.param_groups]
         restore(tmp_path / "state", others, optimizers)
         assert [group["lr"] for each in optimizers for group in each.param_groups] == rates
-        found = live_tensors(others, optimizers)
-        assert found.keys() == written.keys()
-        for name, part in found.items():
+        tensors = live_tensors(others, optimizers)
+        assert tensors.keys() == written.keys()
+        for name, part in tensors.items():
             want, local = written[name], part.detach()
             if isinstance(local, DTensor):
                 local, want = local.to_local(), want[: -(-len(want) // size)]

@@ -56,12 +56,12 @@ def test_vectors_and_routers_stay_exact(shape: list[int], is_exact: bool) -> Non
 
 def test_router_and_its_correction_are_sent_exactly(tmp_path: Path) -> None:
     save_experts(tmp_path, "deepseek_v3")
-    found = sent(load_policy(str(tmp_path), device="cpu"))
-    routers = [name for name in found if ".gate." in name]
+    dtypes = sent(load_policy(str(tmp_path), device="cpu"))
+    routers = [name for name in dtypes if ".gate." in name]
     assert {name.rpartition(".")[2] for name in routers} == {"weight", "e_score_correction_bias"}
-    assert {found[name] for name in routers} == {torch.float32}
-    experts = {each for name, each in found.items() if ".experts." in name}
-    assert experts == {found["lm_head.weight"]} == {torch.bfloat16}
+    assert {dtypes[name] for name in routers} == {torch.float32}
+    experts = {each for name, each in dtypes.items() if ".experts." in name}
+    assert experts == {dtypes["lm_head.weight"]} == {torch.bfloat16}
 
 
 def test_decay_rates_and_convolutions_are_sent_exactly() -> None:
@@ -69,13 +69,13 @@ def test_decay_rates_and_convolutions_are_sent_exactly() -> None:
     heads: dict[str, Any] = {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 32}
     mamba2 = Mamba2ForCausalLM(Mamba2Config(**SIZES, **heads))
     for model in (mamba, mamba2):
-        found = sent(model)
+        dtypes = sent(model)
         own = {"A_log", "D", "conv1d.weight", "conv1d.bias"}
-        exact = {name for name, each in found.items() if each is torch.float32}
+        exact = {name for name, each in dtypes.items() if each is torch.float32}
         prefix = "backbone.layers.0.mixer."
         assert {f"{prefix}{each}" for each in own} <= exact
-        assert found[f"{prefix}in_proj.weight"] is torch.bfloat16
-        assert found[f"{prefix}out_proj.weight"] is torch.bfloat16
+        assert dtypes[f"{prefix}in_proj.weight"] is torch.bfloat16
+        assert dtypes[f"{prefix}out_proj.weight"] is torch.bfloat16
 
 
 def test_trainer_sends_exact_vectors() -> None:

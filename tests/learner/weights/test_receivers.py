@@ -99,8 +99,10 @@ def test_members_of_one_transport_receive_together() -> None:
         member("other", "GPU-2"),
         member("cpu", ""),
     )
-    found = receiver_groups([near, far, other, cpu], SenderPlace("GPU-0"), Choice.AUTO, num_parts=1)
-    assert found == [
+    groups = receiver_groups(
+        [near, far, other, cpu], SenderPlace("GPU-0"), Choice.AUTO, num_parts=1
+    )
+    assert groups == [
         ReceiverGroup("gloo", (cpu,)),
         ReceiverGroup("ipc", (near,)),
         ReceiverGroup("nccl", (far, other)),
@@ -109,8 +111,8 @@ def test_members_of_one_transport_receive_together() -> None:
 
 def test_engines_that_share_gpu_use_gloo() -> None:
     first, second, third = member("1", "GPU-1"), member("2", "GPU-1"), member("3", "GPU-3")
-    found = receiver_groups([first, second, third], SenderPlace("GPU-0"), Choice.AUTO, num_parts=1)
-    assert found == [ReceiverGroup("gloo", (first, second)), ReceiverGroup("nccl", (third,))]
+    groups = receiver_groups([first, second, third], SenderPlace("GPU-0"), Choice.AUTO, num_parts=1)
+    assert groups == [ReceiverGroup("gloo", (first, second)), ReceiverGroup("nccl", (third,))]
 
 
 @pytest.mark.parametrize(
@@ -118,16 +120,16 @@ def test_engines_that_share_gpu_use_gloo() -> None:
 )
 def test_fleet_parts_are_even_and_complete(num_parts: int, sizes: list[int]) -> None:
     members = [member(str(number), "") for number in range(5)]
-    found = receiver_groups(members, SenderPlace(""), Choice.AUTO, num_parts=num_parts)
-    assert [len(wave.members) for wave in found] == sizes
-    assert [each for wave in found for each in wave.members] == members
+    groups = receiver_groups(members, SenderPlace(""), Choice.AUTO, num_parts=num_parts)
+    assert [len(wave.members) for wave in groups] == sizes
+    assert [each for wave in groups for each in wave.members] == members
     assert receiver_groups([], SenderPlace(""), Choice.AUTO, num_parts=num_parts) == []
 
 
 def test_parts_of_the_fleet_keep_nodes_together() -> None:
     members = [member(str(number), "", node="nm"[number % 2]) for number in range(4)]
-    found = receiver_groups(members, SenderPlace(""), Choice.AUTO, num_parts=2)
-    assert [[each.node for each in part.members] for part in found] == [["m", "m"], ["n", "n"]]
+    groups = receiver_groups(members, SenderPlace(""), Choice.AUTO, num_parts=2)
+    assert [[each.node for each in part.members] for part in groups] == [["m", "m"], ["n", "n"]]
 
 
 def test_workers_of_a_node_share_one_rank() -> None:

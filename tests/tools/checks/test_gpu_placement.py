@@ -154,9 +154,9 @@ SLICED = [WholeGpu(gpu=H100, slices=SLICES), L4]
 def test_mig_slice_counts_with_its_memory(
     visible: str | None, shown: list[tuple[str, int]]
 ) -> None:
-    found = shown_gpus(SLICED, visible)
-    assert [gpu.memory_bytes // GIB for gpu in found] == [gib for _, gib in shown]
-    assert all(gpu.uuid.startswith(uuid) for gpu, (uuid, _) in zip(found, shown, strict=True))
+    gpus = shown_gpus(SLICED, visible)
+    assert [gpu.memory_bytes // GIB for gpu in gpus] == [gib for _, gib in shown]
+    assert all(gpu.uuid.startswith(uuid) for gpu, (uuid, _) in zip(gpus, shown, strict=True))
 
 
 @pytest.mark.parametrize("name", ["MIG-41b35595-75b4", "MIG-GPU-11aa/1/0"])
@@ -182,11 +182,11 @@ def test_fastest_first_order_requires_identical_gpus() -> None:
     "override", ["learner.num_ranks=2", "actor.tensor_parallel_size=2", "learner.device=cuda:1"]
 )
 def test_role_that_needs_two_slices_is_refused(override: str) -> None:
-    found = shown_gpus(SLICED, None)
-    check_slices(load_config("smoke", []), found)
+    gpus = shown_gpus(SLICED, None)
+    check_slices(load_config("smoke", []), gpus)
     cfg = load_config("smoke", [override])
     with pytest.raises(
         ConfigError, match=re.escape(f"{override}: the GPUs of this machine are MIG slices")
     ):
-        check_slices(cfg, found)
+        check_slices(cfg, gpus)
     check_slices(cfg, shown_gpus(WHOLE, None))

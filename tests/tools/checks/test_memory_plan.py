@@ -47,13 +47,13 @@ def test_parameters_are_counted_from_the_weight_headers(shape: ModelShape) -> No
 
 def test_learner_and_engine_share_the_host_memory(shape: ModelShape) -> None:
     (host,) = make_plan(configure(), shape, on=(), host_bytes=64 * GIB)
-    found = sizes(host)
-    assert found["learner weights"] == found["gradients"] == 4 * NUM_PARAMS
-    assert found["optimizer"] == 8 * NUM_PARAMS
-    assert found["engine weights"] == found["incoming weights"] == 2 * NUM_PARAMS
-    assert found["KV cache"] == 1 * GIB
-    assert found["logits"] == 3 * 4 * 1024 * 151_936
-    assert "reference" not in found
+    num_bytes = sizes(host)
+    assert num_bytes["learner weights"] == num_bytes["gradients"] == 4 * NUM_PARAMS
+    assert num_bytes["optimizer"] == 8 * NUM_PARAMS
+    assert num_bytes["engine weights"] == num_bytes["incoming weights"] == 2 * NUM_PARAMS
+    assert num_bytes["KV cache"] == 1 * GIB
+    assert num_bytes["logits"] == 3 * 4 * 1024 * 151_936
+    assert "reference" not in num_bytes
 
 
 def test_plan_includes_reference_and_critic_when_used(shape: ModelShape) -> None:
@@ -74,10 +74,10 @@ def test_eight_bit_moments_quarter_the_optimizer_memory(shape: ModelShape) -> No
 def test_kv_cache_gets_remaining_engine_memory(shape: ModelShape) -> None:
     cfg = configure("learner.device=auto", "actor.gpu_memory_frac=0.5")
     gpu, host = make_plan(cfg, shape, on=(H100,), host_bytes=64 * GIB)
-    found = sizes(gpu)
+    num_bytes = sizes(gpu)
     parts = ("engine weights", "engine work space", "KV cache")
-    assert sum(found[part] for part in parts) == 40 * GIB
-    assert found["learner weights"] == 4 * NUM_PARAMS
+    assert sum(num_bytes[part] for part in parts) == 40 * GIB
+    assert num_bytes["learner weights"] == 4 * NUM_PARAMS
     assert sizes(host)["checkpoint copies"] == 12 * NUM_PARAMS  # weights and moments
     assert [*sizes(host)] == ["checkpoint copies", "programs"]
 
@@ -143,12 +143,12 @@ def test_sleeping_engine_and_step_share_one_budget(
     share = f"actor.gpu_memory_frac={engine_frac}"
     cfg = configure(*SLEEPS, share, "actor.sleep=1")
     gpu, host = make_plan(cfg, shape, on=(H100,), host_bytes=64 * GIB)
-    found = sizes(gpu)
+    num_bytes = sizes(gpu)
     bucket_bytes = min(cfg.learner.publish_bucket_mb << 20, 2 * NUM_PARAMS)
     kept = (4 + 8) * NUM_PARAMS + 2 * GIB + 2 * bucket_bytes  # weights, moments, work, buckets
     sampling = int(engine_frac * 80 * GIB)
-    step = 4 * NUM_PARAMS + found["activations"] + found["logits"] + 3 * GIB // 2
-    step += found.get("bf16 copies of the weights", 0)
+    step = 4 * NUM_PARAMS + num_bytes["activations"] + num_bytes["logits"] + 3 * GIB // 2
+    step += num_bytes.get("bf16 copies of the weights", 0)
     assert (sampling > step) is is_sampling_larger
     assert gpu.total_bytes == kept + max(sampling, step)
     assert sizes(host)["engine weights"] == 2 * NUM_PARAMS  # in host memory during the step
@@ -238,14 +238,14 @@ def test_experts_that_ranks_divide_are_not_gathered(tmp_path: Path) -> None:
     tables = 2 * 151_936 * 896
     for width in (4, 2):
         cfg = configure(*more, f"learner.expert_ranks={width}")
-        found = sizes(make_plan(cfg, shape, on=(), host_bytes=0)[0])
+        num_bytes = sizes(make_plan(cfg, shape, on=(), host_bytes=0)[0])
         share = (shape.num_params - num_experts) / 4 + num_experts / width
-        assert found["learner weights"] == pytest.approx(4 * share, abs=4)
-        assert found["optimizer"] == pytest.approx(8 * share, abs=4)
+        assert num_bytes["learner weights"] == pytest.approx(4 * share, abs=4)
+        assert num_bytes["optimizer"] == pytest.approx(8 * share, abs=4)
         block = (shape.num_params - tables - num_experts) // 24
-        assert found["gathered weights"] == 2 * (tables + 2 * block)
-        assert found["tokens of other ranks"] == 2 * width * 8192 * 896 * 2
-        assert found["experts in bf16"] == 2 * (num_experts // width // 24)
+        assert num_bytes["gathered weights"] == 2 * (tables + 2 * block)
+        assert num_bytes["tokens of other ranks"] == 2 * width * 8192 * 896 * 2
+        assert num_bytes["experts in bf16"] == 2 * (num_experts // width // 24)
     gathered = sizes(make_plan(configure(*more), shape, on=(), host_bytes=0)[0])
     assert gathered["gathered weights"] == 2 * (tables + 2 * ((shape.num_params - tables) // 24))
 
@@ -307,10 +307,10 @@ def test_activations_get_the_room_that_the_plan_leaves(shape: ModelShape) -> Non
 def test_critic_of_its_own_has_activations_too(shape: ModelShape) -> None:
     more = ["algorithm.advantage=ppo", "learner.critic.kind=model", "learner.activations=offload"]
     (host,) = make_plan(configure(*more), shape, on=(), host_bytes=0)
-    found = sizes(host)
-    assert found["activations of the critic"] == found["activations"]
+    num_bytes = sizes(host)
+    assert num_bytes["activations of the critic"] == num_bytes["activations"]
     tokens = configure(*more).learner.max_tokens_per_microbatch
-    assert found["layer inputs"] == 2 * 24 * tokens * 896 * 4
+    assert num_bytes["layer inputs"] == 2 * 24 * tokens * 896 * 4
 
 
 def test_fused_attention_stores_no_scores_on_a_cpu(shape: ModelShape) -> None:

@@ -207,9 +207,9 @@ def test_copy_follows_the_retention_of_the_run(tmp_path: Path) -> None:
 
 
 def _decoded(copier: RunCopier, name: str) -> CopyManifest:
-    found = decode(name, copier.store.read(f"{FOLDER}/{name}"))
-    assert found is not None
-    return found
+    manifest = decode(name, copier.store.read(f"{FOLDER}/{name}"))
+    assert manifest is not None
+    return manifest
 
 
 def test_checkpoint_is_copied_over_several_copies(run_dir: RunDir, tmp_path: Path) -> None:

@@ -73,11 +73,11 @@ def test_damaged_part_is_refused(copy: Path, tmp_path: Path) -> None:
 
 def test_manifest_cannot_name_a_file_outside_the_run(copy: Path, tmp_path: Path) -> None:
     (path,) = (copy / FOLDER).iterdir()
-    found = decode(path.name, path.read_bytes())
-    assert found is not None
+    manifest = decode(path.name, path.read_bytes())
+    assert manifest is not None
     for name in ("../evil", "/etc/evil", "journal/../../evil"):
-        files = {name: found.files["date.txt"]}
-        content = replace(found, number=9, files=files).encode()
+        files = {name: manifest.files["date.txt"]}
+        content = replace(manifest, number=9, files=files).encode()
         bad = copy / FOLDER / file_name(9, content)
         bad.write_bytes(content)
         with pytest.raises(ConfigError, match="is not valid"):

@@ -105,9 +105,9 @@ def test_episodes_are_limited_and_idle_ones_close() -> None:
         with pytest.raises(EnvError, match="out of range"):
             await table.open("maze", "DoubleT-train-9999")
         opened = [table.open("maze", ITEM) for _ in range(MAX_EPISODES + 1)]
-        found = await asyncio.gather(*opened, return_exceptions=True)
-        assert [type(each) for each in found].count(ConfigError) == 1
-        names = [each["id"] for each in found if isinstance(each, dict)]
+        results = await asyncio.gather(*opened, return_exceptions=True)
+        assert [type(each) for each in results].count(ConfigError) == 1
+        names = [each["id"] for each in results if isinstance(each, dict)]
         async with asyncio.timeout(20):
             while not await is_closed(table, names[0]):
                 await asyncio.sleep(2.5)

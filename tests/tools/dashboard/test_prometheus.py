@@ -88,23 +88,23 @@ def value(found: Samples, name: str, /, **labels: str) -> float | None:
 
 
 def test_page_has_each_role_with_its_node(run_dir: RunDir) -> None:
-    found = scrape(run_dir.root)
+    metrics = scrape(run_dir.root)
     actor = {"role": "actor", "name": "actor-0", "node": "host-b"}
     expected = {
         **{"up": 1.0, "version": 11.0, "running": 5.0, "slots": 8.0, "waiting": 0.0},
         **{"tokens_per_second": 512.5, "resident_bytes": 2.0**30, "cpu_seconds_total": 99.5},
         **{"restarts_total": 2.0, "finished_episodes_total": 40.0, "unchanged_seconds": 0.0},
     }
-    assert {name: value(found, f"member_{name}", **actor) for name in expected} == expected
-    assert value(found, "member_up", **{**actor, "name": "actor-1"}) == 0.0
+    assert {name: value(metrics, f"member_{name}", **actor) for name in expected} == expected
+    assert value(metrics, "member_up", **{**actor, "name": "actor-1"}) == 0.0
     learner = {"role": "learner", "name": "learner", "node": "host-a"}
-    assert value(found, "member_waiting", **learner) == 1.0
+    assert value(metrics, "member_waiting", **learner) == 1.0
     hub = {"role": "envhub", "name": "envhub-0", "node": "host-c"}
-    assert value(found, "hub_sessions", **hub) == 3.0
-    assert value(found, "hub_paused", **hub, env="maze") == 1.0
-    assert value(found, "hub_paused", **hub, env="babyai") == 0.0
+    assert value(metrics, "hub_sessions", **hub) == 3.0
+    assert value(metrics, "hub_paused", **hub, env="maze") == 1.0
+    assert value(metrics, "hub_paused", **hub, env="babyai") == 0.0
     scheduler = {"role": "scheduler", "name": "scheduler", "node": "host-a"}
-    assert value(found, "member_up", **scheduler) == 1.0
+    assert value(metrics, "member_up", **scheduler) == 1.0
 
 
 def test_page_has_the_state_and_the_ledger_of_the_run(run_dir: RunDir) -> None:
@@ -112,75 +112,75 @@ def test_page_has_the_state_and_the_ledger_of_the_run(run_dir: RunDir) -> None:
     ledger |= {"reissued": 6, "causes": {"failed:env_error": 1}, "duplicates_discarded": 7}
     ledger |= {"eval": {"issued": 5, "evaluated": 5, "failed": 0, "in_flight": 0}}
     run_dir.ledger.write_text(json.dumps(ledger), encoding="utf-8")
-    found = scrape(run_dir.root)
-    assert value(found, "run_up") == 1.0
-    assert value(found, "run_phase", phase="train") == 1.0
-    assert value(found, "run_step") == 12.0
-    assert value(found, "gate_closed") == 1.0
-    assert value(found, "groups", state="ready") == 2.0
-    assert value(found, "groups_opened_total") == 60.0
-    assert value(found, "success_frac", subset="GoTo") == 0.25
-    assert value(found, "episodes_issued_total", kind="train") == 10.0
-    assert value(found, "episodes_total", kind="train", outcome="filtered") == 3.0
-    assert value(found, "episodes_total", kind="eval", outcome="evaluated") == 5.0
+    metrics = scrape(run_dir.root)
+    assert value(metrics, "run_up") == 1.0
+    assert value(metrics, "run_phase", phase="train") == 1.0
+    assert value(metrics, "run_step") == 12.0
+    assert value(metrics, "gate_closed") == 1.0
+    assert value(metrics, "groups", state="ready") == 2.0
+    assert value(metrics, "groups_opened_total") == 60.0
+    assert value(metrics, "success_frac", subset="GoTo") == 0.25
+    assert value(metrics, "episodes_issued_total", kind="train") == 10.0
+    assert value(metrics, "episodes_total", kind="train", outcome="filtered") == 3.0
+    assert value(metrics, "episodes_total", kind="eval", outcome="evaluated") == 5.0
     cause = {"kind": "train", "outcome": "failed", "cause": "env_error"}
-    assert value(found, "episode_causes_total", **cause) == 1.0
-    outcomes = [v for (name, _), v in found.items() if name == "longstride_episodes_total"]
-    in_flight = value(found, "episodes_in_flight", kind="train")
+    assert value(metrics, "episode_causes_total", **cause) == 1.0
+    outcomes = [v for (name, _), v in metrics.items() if name == "longstride_episodes_total"]
+    in_flight = value(metrics, "episodes_in_flight", kind="train")
     assert sum(outcomes) == 4 + 3 + 1 + 5
     assert in_flight == 2.0
-    assert value(found, "refused_messages_total", role="scheduler", reason="invalid") == 5.0
-    assert value(found, "refused_messages_total", role="scheduler", reason="too_many") == 4.0
-    assert value(found, "refused_messages_total", role="learner", reason="forbidden") == 5.0
-    assert value(found, "refused_messages_total", role="envhub", reason="slow") == 7.0
+    assert value(metrics, "refused_messages_total", role="scheduler", reason="invalid") == 5.0
+    assert value(metrics, "refused_messages_total", role="scheduler", reason="too_many") == 4.0
+    assert value(metrics, "refused_messages_total", role="learner", reason="forbidden") == 5.0
+    assert value(metrics, "refused_messages_total", role="envhub", reason="slow") == 7.0
 
 
 def test_page_has_every_metric_of_the_last_step(run_dir: RunDir) -> None:
-    found = scrape(run_dir.root)
+    metrics = scrape(run_dir.root)
     for key, expected in step_metrics(12).items():
         name = f"step_{key.replace('/', '_')}"
-        assert value(found, name, key=key) == expected
+        assert value(metrics, name, key=key) == expected
 
 
 def test_metrics_with_one_exported_name_keep_both_values(run_dir: RunDir) -> None:
     line = {"step": 13, "time_s": 1.0, "a/b_c": 1.0, "a_b/c": 2.0, "a/none": None}
     with run_dir.metrics.open("a", encoding="utf-8") as handle:
         handle.write(json.dumps(line) + "\n")
-    found = scrape(run_dir.root)
-    assert value(found, "step_a_b_c", key="a/b_c") == 1.0
-    assert value(found, "step_a_b_c", key="a_b/c") == 2.0
-    assert value(found, "step_a_none", key="a/none") is None
+    metrics = scrape(run_dir.root)
+    assert value(metrics, "step_a_b_c", key="a/b_c") == 1.0
+    assert value(metrics, "step_a_b_c", key="a_b/c") == 2.0
+    assert value(metrics, "step_a_none", key="a/none") is None
 
 
 def test_age_of_the_status_counts_as_silence(run_dir: RunDir) -> None:
     os.utime(run_dir.status, (1000.0, 1000.0))
-    found = scrape(run_dir.root, now=1040.0)
-    assert value(found, "run_status_age_seconds") == 40.0
+    metrics = scrape(run_dir.root, now=1040.0)
+    assert value(metrics, "run_status_age_seconds") == 40.0
     actor = {"role": "actor", "name": "actor-0", "node": "host-b"}
-    assert value(found, "member_last_seen_seconds", **actor) == 40.5
+    assert value(metrics, "member_last_seen_seconds", **actor) == 40.5
     scheduler = {"role": "scheduler", "name": "scheduler", "node": "host-a"}
-    assert value(found, "member_up", **scheduler) == 0.0
+    assert value(metrics, "member_up", **scheduler) == 0.0
 
 
 def test_stopped_run_exports_only_its_whole_state(tmp_path: Path) -> None:
     running, stopped = make_run(tmp_path / "a", 0), make_run(tmp_path / "b", 0)
     running.finished.write_text("{}", encoding="utf-8")
     os.utime(stopped.status, (1000.0, 1000.0))
-    found = scrape(running.root, stopped.root)
-    names = {name.removeprefix("longstride_") for name, _ in found}
+    metrics = scrape(running.root, stopped.root)
+    names = {name.removeprefix("longstride_") for name, _ in metrics}
     assert names == {"run_up", "run_finished", "run_step"}
-    assert value(found, "run_finished") == 1.0
-    assert value(found, "run_finished", run="b") == 0.0
-    assert value(found, "run_up", run="b") == 0.0
+    assert value(metrics, "run_finished") == 1.0
+    assert value(metrics, "run_finished", run="b") == 0.0
+    assert value(metrics, "run_up", run="b") == 0.0
 
 
 def test_copy_of_the_run_is_exported(run_dir: RunDir) -> None:
     state = {"copied_at": 1000.0, "lag_bytes": 77, "failing_since": 1200.0, "checkpoint": 50}
     (run_dir.root / "copies.json").write_text(json.dumps(state), encoding="utf-8")
     os.utime(run_dir.status, (1300.0, 1300.0))
-    found = scrape(run_dir.root, now=1300.0)
+    metrics = scrape(run_dir.root, now=1300.0)
     names = ("lag_bytes", "age_seconds", "failing_seconds", "checkpoint_version")
-    assert [value(found, f"copy_{name}") for name in names] == [77.0, 300.0, 100.0, 50.0]
+    assert [value(metrics, f"copy_{name}") for name in names] == [77.0, 300.0, 100.0, 50.0]
 
 
 STRANGE = ('{"actors": [1, {"role": "x"}], "groups": 7, "refused": [], "causes": 3}', "[[1]]", "{")
@@ -190,9 +190,9 @@ STRANGE = ('{"actors": [1, {"role": "x"}], "groups": 7, "refused": [], "causes":
 def test_malformed_file_hides_no_other_metric(run_dir: RunDir, name: str) -> None:
     for text in STRANGE:
         (run_dir.root / name).write_text(text, encoding="utf-8")
-        found = scrape(run_dir.root)
-        assert value(found, "run_up") == 1.0
-        assert value(found, "step_train_step_s", key="train/step_s") == 0.5
+        metrics = scrape(run_dir.root)
+        assert value(metrics, "run_up") == 1.0
+        assert value(metrics, "step_train_step_s", key="train/step_s") == 0.5
 
 
 def test_label_values_are_escaped(run_dir: RunDir) -> None:
