@@ -8,6 +8,7 @@ engine is the command `serve`: real turns at version 0.
 import asyncio
 import random
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import uvloop
@@ -40,7 +41,7 @@ class TokenClock:
         self.frozen_s = 0.0  # Always 0, because no weights are loaded.
 
     async def generate(
-        self, prompt_ids: list[int], *, request_id: str, max_tokens: int, salt: str, seed: int
+        self, prompt_ids: list[int], *, max_tokens: int, seed: int, **_: Any
     ) -> Turn:
         """Return random tokens after a simulated sampling time. Arguments are as of the engine."""
         chance = random.Random(seed)
@@ -67,7 +68,7 @@ class SharedEngine:
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
 
     async def generate(
-        self, prompt_ids: list[int], *, request_id: str, max_tokens: int, salt: str, seed: int
+        self, prompt_ids: list[int], *, max_tokens: int, salt: str, seed: int, **_: Any
     ) -> Turn:
         """Sample a turn. Arguments are as of the engine."""
         request = {
