@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import uvloop
 
-from benchmarks.envhub.client import Client, ServiceTarget
+from benchmarks.envhub.hub import Client, ServiceTarget
 from common.repository import ROOT
 
 JOB_TIMEOUT_S = 300.0

@@ -4,8 +4,7 @@ import os
 from functools import partial
 from urllib.parse import urlsplit
 
-from benchmarks.envhub.client import ServiceTarget
-from benchmarks.envhub.hub import ServiceProcess, hub_process
+from benchmarks.envhub.hub import ServiceProcess, ServiceTarget, hub_process
 from benchmarks.envhub.load import Job, Measured, measure
 from benchmarks.suite import Suite
 

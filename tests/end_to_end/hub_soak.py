@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 import uvloop
 
-from benchmarks.envhub.client import Client, HubAnswer, ServiceTarget
-from benchmarks.envhub.hub import ServiceProcess, hub_process
+from benchmarks.envhub.hub import Client, HubAnswer, ServiceProcess, ServiceTarget, hub_process
 from tests.end_to_end.hub_solve import Subset, list_subsets, open_patiently
 
 ENVS = ("textcraft", "babyai", "maze", "wordle", "sqlgym")

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import uvloop
 
-from benchmarks.envhub.client import Client, HubAnswer, ServiceTarget
-from benchmarks.envhub.hub import ServiceProcess
+from benchmarks.envhub.hub import Client, HubAnswer, ServiceProcess, ServiceTarget
 
 MIN_SOLVED_FRAC = 0.99
 NUM_CLIENTS = 8

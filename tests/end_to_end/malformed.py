@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as hypothesis_seed
 from schemathesis import GenerationMode
 
-from benchmarks.envhub.client import Client, ServiceTarget
+from benchmarks.envhub.hub import Client, ServiceTarget
 
 STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
 READ_TIMEOUT_S = 10.0

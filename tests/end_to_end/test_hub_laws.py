@@ -10,8 +10,7 @@ from contextlib import AbstractContextManager
 import pytest
 import uvloop
 
-from benchmarks.envhub.client import Client, ServiceTarget
-from benchmarks.envhub.hub import ServiceProcess, hub_process
+from benchmarks.envhub.hub import Client, ServiceProcess, ServiceTarget, hub_process
 from envhub.envs.miniwob.pages import UNSOLVABLE, subset_name
 from tests.end_to_end.hub_solve import (
     MIN_SOLVED_FRAC,

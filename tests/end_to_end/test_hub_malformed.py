@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from benchmarks.envhub.client import Client, ServiceTarget
-from benchmarks.envhub.hub import hub_process
+from benchmarks.envhub.hub import Client, ServiceTarget, hub_process
 from tests.end_to_end.hubs import OUTSIDE, amount, offline_envs, run, worker_pids
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from benchmarks.envhub.client import Client, HubAnswer, ServiceTarget
-from benchmarks.envhub.hub import hub_process
+from benchmarks.envhub.hub import Client, HubAnswer, ServiceTarget, hub_process
 from tests.bounds import at_most
 from tests.end_to_end.hubs import OUTSIDE, run, worker_pids
 from tests.end_to_end.outside_env import MAX_WORKERS, SESSIONS_PER_WORKER

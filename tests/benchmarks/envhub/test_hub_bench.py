@@ -6,8 +6,7 @@ import pytest
 import uvloop
 
 from benchmarks.envhub import suite as bench
-from benchmarks.envhub.client import Client, HubAnswer, ServiceTarget
-from benchmarks.envhub.hub import hub_process
+from benchmarks.envhub.hub import Client, HubAnswer, ServiceTarget, hub_process
 from benchmarks.envhub.load import Job, Measured, measure
 from benchmarks.suite import Suite
 from common.host.child_process import ChildFailed
