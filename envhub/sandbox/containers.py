@@ -441,14 +441,15 @@ class ContainerGroup:
 
     async def status(self, name: str) -> tuple[str, int]:
         """Return the status of a container, such as running, and its exit code."""
-        reply = await self.engine.call(
-            *("inspect", "--type", "container", "--format"),
-            *("{{.State.Status}} {{.State.ExitCode}}", self.container(name)),
-        )
-        words = reply.text.split()
-        if reply.code != 0 or len(words) < 2 or not words[-1].lstrip("-").isdigit():
-            return "absent", 1
-        return words[-2], int(words[-1])
+        for _ in range(2):  # A busy engine may miss the time limit of a call.
+            reply = await self.engine.call(
+                *("inspect", "--type", "container", "--format"),
+                *("{{.State.Status}} {{.State.ExitCode}}", self.container(name)),
+            )
+            words = reply.text.split()
+            if reply.code == 0 and len(words) >= 2 and words[-1].lstrip("-").isdigit():
+                return words[-2], int(words[-1])
+        return "absent", 1
 
     async def ending(self, name: str) -> str:
         """Return why a container does not run, with its last output."""
