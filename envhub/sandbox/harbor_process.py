@@ -25,6 +25,22 @@ from harbor.models.trial.paths import TrialPaths
 MAX_LINE_BYTES = 256 << 20
 GRACE_S = 60.0
 CLEAR_TIMEOUT_S = 50
+# Harbor starts a container by `sh -c "sleep infinity"`, whose shell may have a child. `kill -9 -1`
+# would end this child, and with it the container. New processes need further rounds.
+CLEAR = r"""
+for round in 1 2 3 4 5 6 7 8 9; do
+  left=
+  for folder in /proc/[0-9]*; do
+    id=${folder#/proc/}
+    { IFS= read -r line < "$folder/stat"; } 2>/dev/null || continue
+    set -- ${line##*) }
+    [ "$id" = 1 ] || [ "$id" = $$ ] || [ "$2" = $$ ] && continue
+    [ "$2" = 1 ] && [ "$(tr '\0' ' ' < "$folder/cmdline")" = 'sleep infinity ' ] && continue
+    kill -9 "$id" 2>/dev/null && left=yes
+  done
+  [ "$left" ] || exit 0
+done
+"""
 
 
 class Server:
@@ -121,14 +137,14 @@ class Server:
         }
 
     async def clear(self, sandbox: str) -> None:
-        """End all processes of a sandbox but its first one.
+        """End all processes of a sandbox but its first one, and the one for which that one waits.
 
         Raises an error if it does not answer then: a lost sandbox is no command over its time.
         """
         environment = self._environments[sandbox]
         with contextlib.suppress(Exception):  # The command ends its own shell, too.
             async with asyncio.timeout(CLEAR_TIMEOUT_S):
-                await environment.exec("kill -9 -1", timeout_sec=CLEAR_TIMEOUT_S, user="root")
+                await environment.exec(CLEAR, timeout_sec=CLEAR_TIMEOUT_S, user="root")
         async with asyncio.timeout(CLEAR_TIMEOUT_S):
             probe = await environment.exec("true", timeout_sec=CLEAR_TIMEOUT_S, user="root")
         if probe.return_code != 0:

@@ -73,7 +73,7 @@ class Environment:
     async def exec(self, command, env=None, timeout_sec=None, user=None):
         if self.is_lost:
             raise RuntimeError("no answer")
-        if command == "kill -9 -1":
+        if "kill -9" in command:
             return types.SimpleNamespace(stdout="", stderr="", return_code=137)
         process = await asyncio.create_subprocess_exec("bash", "-c", command, stdout=-1)
         try:
