@@ -274,6 +274,7 @@ class Chat:
                     await response.prepare(request)
                     batch = [*writer.begin(), *batch]
                 await response.write("".join(map(event_text, batch)).encode())
+            await sampling_task  # Any other error of it breaks the stream off.
             await response.write_eof()
         except ConnectionError:
             logger.debug("a client left its stream request=%s", heads[0].number)
