@@ -149,7 +149,9 @@ class Clock(TrainerCallback):
             file.write(json.dumps(line) + "\n")
         control.should_training_stop = step >= self._last
         if step % self._every == 0 or step == self._last:
-            context["model"].save_pretrained(self._out / f"policy-{step}")
+            folder = self._out / f"policy-{step}"
+            context["processing_class"].save_pretrained(folder)
+            context["model"].save_pretrained(folder)
         after = self._now()
         self._apart = tuple(self._apart[i] + after[i] - now[i] for i in range(2))
 
