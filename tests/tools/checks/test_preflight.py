@@ -17,8 +17,10 @@ from learner.policy.model_shape import read_shape, weight_files
 from tests.tools.checks.models import write_model
 from tools.checks.preflight import (
     check,
+    check_build,
     check_devices,
     check_model,
+    engine_build,
     on_this_machine,
     warn_of_unread_keys,
 )
@@ -45,6 +47,18 @@ def test_cluster_engines_are_not_counted_locally(monkeypatch: pytest.MonkeyPatch
 
 def test_complete_configuration_passes_preflight(model: Path) -> None:
     check(configure(model))
+
+
+def test_engine_is_built_for_the_device_of_the_machine() -> None:
+    check_build(engine_build(), on_gpu=has_cuda())
+    with pytest.raises(
+        ConfigError, match=r"0\.32\.0 is a build for GPUs, .* shows none.*--gpus all"
+    ):
+        check_build("0.32.0", on_gpu=False)
+    with pytest.raises(ConfigError, match=r"0\.32\.0\+cpu is a build for CPUs, .* has a GPU"):
+        check_build("0.32.0+cpu", on_gpu=True)
+    check_build("0.32.0", on_gpu=True)
+    check_build("0.32.0+cpu", on_gpu=False)
 
 
 @pytest.mark.skipif(has_cuda(), reason="a GPU's engine takes smaller heads")
