@@ -79,7 +79,12 @@ def test_run_on_containers_survives_a_killed_container_and_a_killed_hub(tmp_path
         f"run.stall_s={RUN_S}",
     )
     with Run(tmp_path, *settings, config="terminal") as run:
-        run.wait_until(running, timeout_s=RUN_S)
+        # The start itself plays an episode. A container that dies in it ends the start.
+        ledger_file = run.root / "ledger.json"
+        run.wait_until(
+            lambda: bool(ledger_file.exists() and run.read("ledger.json")["issued"] and running()),
+            timeout_s=RUN_S,
+        )
         victim = running()[0]
         subprocess.run([ENGINE, "kill", victim], check=True, capture_output=True)
         run.wait_until(lambda: len(run.metrics()) >= 1 and bool(running()), timeout_s=RUN_S)
