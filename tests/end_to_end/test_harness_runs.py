@@ -34,9 +34,9 @@ RUN_S = 1500.0
 MARKS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 SAMPLED = re.compile(r"sampled request=(\S+):\d+:\d+ num=(\d+) crc=([0-9a-f]{8})")
 REWARD = """
-def variety(completion_ids):
-    "The share of different tokens in the answers of an episode."
-    return [len(set(ids)) / len(ids) for ids in completion_ids]
+def rank(completion_ids):
+    "The mean token id of the answers of an episode, by the size of the vocabulary."
+    return [sum(ids) / len(ids) / 4096 for ids in completion_ids]
 """
 
 
@@ -128,7 +128,7 @@ def test_policy_is_trained_behind_each_harness(name: str, policy: Path, tmp_path
         f"train.num_steps={NUM_STEPS}",
         f"groups.size={GROUP_SIZE}",
         "groups.per_step=1",
-        f"groups.reward={reward}:variety",
+        f"groups.reward={reward}:rank",
         "log.level=DEBUG",
         f"run.stall_s={RUN_S}",  # Long rows on a busy machine.
     )
