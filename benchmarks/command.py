@@ -23,6 +23,7 @@ SUITES = {  # Name on the command line: module and function.
     PRETRAINED: "learner.pretrained:run_suite",
     "prefix-trees": "learner.prefix_trees:run_suite",
     "partial-episodes": "learner.partial_episodes:run_suite",
+    "virtual-horizon": "learner.virtual_horizon:run_suite",
     "weights": "weights.suite:run_suite",
     "delta": "weights.delta:run_suite",
     "actor": "actor.suite:run_suite",

@@ -38,6 +38,7 @@ class ActivationBytes(NamedTuple):
 
     num_bytes: int  # On the device.
     host_bytes: int  # Inputs of layers that wait in host memory.
+    head_bytes: int  # On the device while the head computes.
     formula: str
 
 
@@ -117,7 +118,8 @@ def activation_bytes(
     else:
         terms.append(f"one layer x {stored:,} B + {again // tokens - stored:,} B")
     text = f"{tokens:,} tokens x ({' + '.join(terms)})"
-    return ActivationBytes(num_bytes, tokens * waiting * layers.is_offloaded, text)
+    head_bytes = tokens * (on_device + layers.num_stored * stored + top)
+    return ActivationBytes(num_bytes, tokens * waiting * layers.is_offloaded, head_bytes, text)
 
 
 def row_of(

@@ -27,7 +27,13 @@ from common.errors import ConfigError
 from common.host.machine import GIB, Gpu, gpus, has_bf16_units, memory_bytes
 from common.repository import ROOT
 from common.text import counted
-from learner.policy.activation_plan import activation_bytes, choose_layers, row_of
+from learner.policy.activation_plan import (
+    ActivationBytes,
+    RowSizes,
+    activation_bytes,
+    choose_layers,
+    row_of,
+)
 from learner.policy.model_shape import BYTES_OF, ModelShape, read_shape
 from learner.policy.precision_choice import choose_precision
 from tools.checks.gpu_placement import GpuAssignment, assign_gpus, trains_on_gpu, used_gpus
@@ -366,12 +372,8 @@ def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> li
     width = row.width
     stored = choose_layers(learner, shape, row, num_layers=shape.layers)
     peak = activation_bytes(shape, row, stored, mlp_chunk_tokens=learner.mlp_chunk_tokens)
-    rows = min(tokens, learner.logprob_chunk_tokens)
-    logits = f"{rows:,} tokens x {shape.vocab:,} words x 4 B x 3"
-    parts = [
-        Part(ACTIVATIONS, peak.num_bytes, peak.formula),
-        Part("logits", 3 * 4 * rows * shape.vocab, logits),
-    ]
+    logits = _logits_part(cfg, shape, row, peak)
+    parts = [Part(ACTIVATIONS, peak.num_bytes, peak.formula), logits]
     if _has_own_critic(cfg):
         parts.append(Part(f"{ACTIVATIONS} of the critic", peak.num_bytes, peak.formula))
     is_fused = is_cuda or learner.attention is Attention.FUSED
@@ -404,6 +406,24 @@ def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> li
     elif is_bf16 and not (learner.lora.rank and is_cuda):
         parts.append(_weights("bf16 copies of the weights", shape.num_params, 2))
     return parts
+
+
+def _logits_part(cfg: RunConfig, shape: ModelShape, row: RowSizes, peak: ActivationBytes) -> Part:
+    """Return the logits of a chunk, as far as they exceed the peak of the layers.
+
+    A CPU has one buffer of them, and no layer is computed again at the same time. On a GPU the sum
+    is an upper limit, with copies of the scores.
+    """
+    rows = min(row.tokens, cfg.learner.logprob_chunk_tokens)
+    if row.is_cuda:
+        formula = f"{rows:,} tokens x {shape.vocab:,} words x 4 B x 3"
+        return Part("logits", 3 * 4 * rows * shape.vocab, formula)
+    width = row.width if cfg.model.dtype == "bfloat16" else 4  # The head has the engine's dtype.
+    formula = f"{rows:,} tokens x {shape.vocab:,} words x {width} B"
+    num_bytes = width * rows * shape.vocab
+    unused = peak.num_bytes - peak.head_bytes
+    less = f", less {unused:,} B that a layer uses at another time" if unused else ""
+    return Part("logits", max(0, num_bytes - unused), formula + less)
 
 
 def _exchange_parts(

@@ -46,11 +46,13 @@ def status(name: str) -> int:
     return int(next(line for line in lines if line.startswith(name)).split()[1]) << 10
 
 
-def save_policy(folder: Path, *, hidden_size: int, intermediate_size: int, most: int) -> None:
+def save_policy(
+    folder: Path, *, hidden_size: int, intermediate_size: int, most: int, vocab_size: int = VOCAB
+) -> None:
     """Write a random policy of two layers for contexts of `most` tokens."""
     torch.manual_seed(0)
     shape = LlamaConfig(
-        vocab_size=VOCAB,
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         num_hidden_layers=2,
@@ -96,9 +98,17 @@ def peaks_of_step(
 
 
 def main(
-    folder: Path, num_tokens: int, activations: str, gib: float, precision: str, rank: int
+    folder: Path,
+    num_tokens: int,
+    activations: str,
+    gib: float,
+    precision: str,
+    rank: int,
+    vocab_size: int,
 ) -> None:
-    save_policy(folder, hidden_size=256, intermediate_size=1024, most=num_tokens)
+    save_policy(
+        folder, hidden_size=256, intermediate_size=1024, most=num_tokens, vocab_size=vocab_size
+    )
     learner = LearnerSection(
         device="cpu",
         num_threads=1,
@@ -112,10 +122,18 @@ def main(
         lora=LoraSection(rank=rank),
     )
     row = sample_of(num_tokens)
-    sizes = peaks_of_step(learner, folder, most=num_tokens, first=[sample_of(64)], batch=[row])
-    sys.stdout.write(json.dumps(sizes))
+    peaks = peaks_of_step(learner, folder, most=num_tokens, first=[sample_of(64)], batch=[row])
+    sys.stdout.write(json.dumps(peaks))
 
 
 if __name__ == "__main__":
-    folder, num_tokens, activations, gib, precision, rank = sys.argv[1:]
-    main(Path(folder), int(num_tokens), activations, float(gib), precision, int(rank))
+    folder, num_tokens, activations, gib, precision, rank, vocab_size = sys.argv[1:]
+    main(
+        Path(folder),
+        int(num_tokens),
+        activations,
+        float(gib),
+        precision,
+        int(rank),
+        int(vocab_size),
+    )

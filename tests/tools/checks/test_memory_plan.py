@@ -52,7 +52,8 @@ def test_learner_and_engine_share_the_host_memory(shape: ModelShape) -> None:
     assert num_bytes["optimizer"] == 8 * NUM_PARAMS
     assert num_bytes["engine weights"] == num_bytes["incoming weights"] == 2 * NUM_PARAMS
     assert num_bytes["KV cache"] == 1 * GIB
-    assert num_bytes["logits"] == 3 * 4 * 1024 * 151_936
+    chunk = 2 * 1024 * 151_936  # One buffer; while it exists, no layer is computed again.
+    assert 0.5 * chunk < num_bytes["logits"] <= chunk
     assert "reference" not in num_bytes
 
 
