@@ -98,8 +98,8 @@ def running(
     env: Mapping[str, str] | None = None,
 ) -> Generator[ChildProcess]:
     """Start `train` below `folder`; stop it at the end of the block if it still runs."""
-    own = (f"run.dir={folder}", f"run.name={name}")
-    argv = ["run.py", "train", "--config", config, *own, *overrides]
+    place = (f"run.dir={folder}", f"run.name={name}")
+    argv = ["run.py", "train", "--config", config, *place, *overrides]
     with child(name, argv, log=folder / f"{name}.log", env=env, stop_s=STOP_S) as process:
         yield process
 

@@ -67,8 +67,8 @@ def actor_section(settings: dict[str, Any]) -> ActorSection:
     }
     if settings["enforce_eager"]:
         values["enforce_eager"] = settings["enforce_eager"]
-    given = [f"actor.{key}={value}" for key, value in values.items()]
-    return load_config(None, ["model.path=unset", *given]).actor
+    overrides = [f"actor.{key}={value}" for key, value in values.items()]
+    return load_config(None, ["model.path=unset", *overrides]).actor
 
 
 async def _follow_learner(engine: Engine, run_dir: RunDir, settings: dict[str, Any]) -> None:

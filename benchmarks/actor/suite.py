@@ -117,8 +117,8 @@ def measure_run(name: str, *, folder: Path) -> dict[str, float]:
         took_s = time.monotonic() - started
         after = cpu_seconds(run.pid)
         check_end(run)
-    found = read_journal(run_dir / "journal", start=begin)
-    episodes = [episode for where, episode in found if where < end]
+    records = read_journal(run_dir / "journal", start=begin)
+    episodes = [episode for where, episode in records if where < end]
     if not episodes:
         raise LongstrideError(f"run {name}: no episode in {WINDOW_S:g}s, see {run.log_path}")
     (run_dir / "turns.json").write_text(

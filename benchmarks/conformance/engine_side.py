@@ -74,10 +74,10 @@ def examine_engine(
         return {"rollout": refused(error), "publish": PartResult(verdict=Verdict.NOT_RUN)}
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     exact = _examine(path, "float32", version_in(torch.float32), first, second, folder / "fp32")
-    found = asyncio.run(exact)
-    if found["rollout"].verdict not in NO_ENGINE:
-        return found
-    why = found["rollout"].message
+    results = asyncio.run(exact)
+    if results["rollout"].verdict not in NO_ENGINE:
+        return results
+    why = results["rollout"].message
     version = version_in(torch.bfloat16)
     again = _examine(path, "bfloat16", version, first, second, folder / "bf16")
     in_bf16 = asyncio.run(again)
@@ -124,17 +124,17 @@ async def _examine(
         )
     except NETWORK_ERRORS as error:
         return {"rollout": _cannot(error), "publish": PartResult(verdict=Verdict.NOT_RUN)}
-    found: dict[str, PartResult] = {}
+    results: dict[str, PartResult] = {}
     try:
-        found["rollout"] = judged(gap(await _scored(engine, "first"), first))
+        results["rollout"] = judged(gap(await _scored(engine, "first"), first))
         problem = await _published(engine, version, folder)
-        found["publish"] = problem or judged(gap(await _scored(engine, "second"), second))
-        return found
+        results["publish"] = problem or judged(gap(await _scored(engine, "second"), second))
+        return results
     except EngineError as error:
-        if not found:
+        if not results:
             return {"rollout": _cannot(error), "publish": PartResult(verdict=Verdict.NOT_RUN)}
         # The engine could score before the version, so the load of the version is at fault.
-        return {**found, "publish": replace(_cannot(error), verdict=Verdict.WRONG)}
+        return {**results, "publish": replace(_cannot(error), verdict=Verdict.WRONG)}
     finally:
         engine.shut_down()
 

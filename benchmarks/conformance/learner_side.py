@@ -156,8 +156,8 @@ class LearnerSide:
         perturb(stored(critic.head), seed=3)
         passes = passes_of(policy, Layout.PADDED, critic=critic)
         passes.check_start(may_pad=False)
-        found = passes.score(block_of(SEQUENCES), with_values=True).values
-        assert found is not None
+        values = passes.score(block_of(SEQUENCES), with_values=True).values
+        assert values is not None
         expected = [
             critic.of_hidden(
                 trunk_of(self.plain)(
@@ -166,7 +166,7 @@ class LearnerSide:
             )
             for each in SEQUENCES
         ]
-        return float((found - torch.cat(expected)).abs().max())
+        return float((values - torch.cat(expected)).abs().max())
 
     def _packed(self, policy: PreTrainedModel) -> float:
         """Return the difference of packed sequences."""
@@ -203,10 +203,10 @@ class LearnerSide:
         perturb(stored(policy), seed=1)
         self.plain.load_state_dict(self.plain.state_dict() | policy.state_dict())
         self.second = plain_scores(self.plain)
-        kept = str(save_as_learner(policy, self._folder / SECOND, start=self._start))
-        again = load_policy(kept, device="cpu")
+        saved = str(save_as_learner(policy, self._folder / SECOND, start=self._start))
+        again = load_policy(saved, device="cpu")
         gaps = [
-            gap_of(plain_scores(load_plain(kept)), self.second),
+            gap_of(plain_scores(load_plain(saved)), self.second),
             gap_of(self._scored(again, Layout.PADDED), self.second),
         ]
         return max(gaps)

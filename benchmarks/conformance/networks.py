@@ -125,11 +125,11 @@ def families() -> list[str]:
     """Return the model types that both libraries have, sorted by name."""
     from vllm.model_executor.models import registry
 
-    known = {*registry._TEXT_GENERATION_MODELS, *registry._TRANSFORMERS_SUPPORTED_MODELS}
+    supported = {*registry._TEXT_GENERATION_MODELS, *registry._TRANSFORMERS_SUPPORTED_MODELS}
     return sorted(
         family
         for family, classes in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
-        if known.intersection([classes] if isinstance(classes, str) else classes)
+        if supported.intersection([classes] if isinstance(classes, str) else classes)
         and not CONFIG_MAPPING[family].sub_configs.keys() & OTHER_SENSES
     )
 
@@ -185,8 +185,8 @@ def layers_of(default: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
 
 def architecture(family: str) -> str:
     """Return the class of a family's causal language model."""
-    found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
-    return found if isinstance(found, str) else found[0]
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
+    return names if isinstance(names, str) else names[0]
 
 
 def save_network(
@@ -293,11 +293,11 @@ def composites() -> list[str]:
     """
     from vllm.model_executor.models import registry
 
-    known = registry._MULTIMODAL_MODELS
+    supported = registry._MULTIMODAL_MODELS
     return sorted(
         family
         for family in COMPOSITES
-        if composite_architecture(family) in known
+        if composite_architecture(family) in supported
         and family not in UNSHRUNK
         and "text_config" in CONFIG_MAPPING[family].sub_configs
     )
@@ -305,8 +305,8 @@ def composites() -> list[str]:
 
 def composite_architecture(family: str) -> str:
     """Return the class of a composite family; "" for another family."""
-    found = COMPOSITES.get(family, "")
-    return found if isinstance(found, str) else found[0]
+    names = COMPOSITES.get(family, "")
+    return names if isinstance(names, str) else names[0]
 
 
 def composite_config(family: str, settings: Mapping[str, Any] | None = None) -> PretrainedConfig:

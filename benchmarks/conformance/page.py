@@ -47,16 +47,16 @@ def page_text(
 def _head(published: Mapping[str, FamilyResult]) -> str:
     """Return the head of the page with the table of models by name."""
     models = published_models()
-    known = {name: result for name, result in published.items() if name in models}
-    starting = [each for each in known.values() if not _starts(each)]
+    listed = {name: result for name, result in published.items() if name in models}
+    starting = [each for each in listed.values() if not _starts(each)]
     words = [_trains(each) for each in starting]
     counted = ", ".join(f"{words.count(word)} {word}" for word in sorted(set(words)))
     table = [
-        f"{len(known)} models: {len(starting)} start ({counted}).",
+        f"{len(listed)} models: {len(starting)} start ({counted}).",
         "",
         f"| {' | '.join(BY_NAME)} |",
         "|" + "---|" * len(BY_NAME),
-        *(_named_row(models[name], result) for name, result in known.items()),
+        *(_named_row(models[name], result) for name, result in listed.items()),
     ]
     return HEAD.replace("MODELS_BY_NAME", "\n".join(table))
 
@@ -168,15 +168,15 @@ def _notes(result: FamilyResult) -> str:
     """Return the messages of all parts that are not right, each once."""
     notes: dict[str, list[str]] = {}
     for name in PARTS:
-        found = result.parts.get(name)
-        if found is None or not found.message or (name == "sft" and not _is_note(found)):
+        part = result.parts.get(name)
+        if part is None or not part.message or (name == "sft" and not _is_note(part)):
             continue
-        notes.setdefault(found.message, []).append(name)
+        notes.setdefault(part.message, []).append(name)
     texts = [f"{', '.join(names)}: {_shown(text)}" for text, names in notes.items()]
     texts += [
-        f"{name}: {found.gap:.2g} nats"
-        for name, found in result.parts.items()
-        if found.verdict in (Verdict.WRONG, Verdict.ROUNDED) and found.gap is not None
+        f"{name}: {part.gap:.2g} nats"
+        for name, part in result.parts.items()
+        if part.verdict in (Verdict.WRONG, Verdict.ROUNDED) and part.gap is not None
     ]
     return "<br>".join(texts)
 

@@ -83,8 +83,8 @@ class FamilyResult:
     @property
     def verdict(self) -> Verdict:
         """The verdict of the whole: wrong before refused before right, which means all parts."""
-        found = [each.verdict for each in self.parts.values()]
-        if Verdict.WRONG in found:
+        verdicts = [each.verdict for each in self.parts.values()]
+        if Verdict.WRONG in verdicts:
             return Verdict.WRONG
         for name in ("full", "rollout"):  # The first one that is not right decides.
             part = self.parts.get(name)
@@ -143,15 +143,15 @@ def read(path: Path) -> dict[str, FamilyResult]:
     """Return the newest result of each family in the file, {} without a file."""
     if not path.is_file():
         return {}
-    found: dict[str, FamilyResult] = {}
+    results: dict[str, FamilyResult] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         tree = json.loads(line)
         parts = {
             name: PartResult(**{**each, "verdict": Verdict(each["verdict"])})
             for name, each in tree.pop("parts").items()
         }
-        found[tree["family"]] = FamilyResult(**tree, parts=parts)
-    return found
+        results[tree["family"]] = FamilyResult(**tree, parts=parts)
+    return results
 
 
 def rewrite(path: Path, results: Sequence[FamilyResult]) -> None:

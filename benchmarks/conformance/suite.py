@@ -78,10 +78,10 @@ def run_suite(
 
     suite.title(LEGEND)
     names = {results: sorted([*families(), *composites()]), published: list(published_models())}
-    known = [name for each in names.values() for name in each]
-    strangers = sorted(set(only) - set(known))
+    choices = [name for each in names.values() for name in each]
+    strangers = sorted(set(only) - set(choices))
     if strangers:
-        raise ConfigError(f"--only={','.join(strangers)}: one of {', '.join(known)}")
+        raise ConfigError(f"--only={','.join(strangers)}: one of {', '.join(choices)}")
     done = {path: read(path) for path in names}
     commit = short_commit()
     libraries = {name: each for name, each in versions().items() if name in LIBRARIES}
@@ -123,10 +123,10 @@ def run_layouts(
 
     suite.title(LEGEND)
     done = {path: read(path) for path in (results, published)}
-    known = [name for each in done.values() for name in each]
-    strangers = sorted(set(only) - set(known))
+    choices = [name for each in done.values() for name in each]
+    strangers = sorted(set(only) - set(choices))
     if strangers:
-        raise ConfigError(f"--only={','.join(strangers)}: one of {', '.join(known)}")
+        raise ConfigError(f"--only={','.join(strangers)}: one of {', '.join(choices)}")
     for path, those in done.items():
         for name in [each for each in those if not only or each in only]:
             examined = examine_apart(name, method=method, parts=LAYOUTS)

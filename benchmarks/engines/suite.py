@@ -96,8 +96,8 @@ def measure(
         scheduler.wait_until((run_dir.addresses / "scheduler").exists, timeout_s=START_S)
         intake = start("intake", "-m", "benchmarks.transport", "intake", str(run_dir.root))
         token_s = SLOWDOWN * SLOTS / TOKENS_PER_S
-        own = (str(clocks_dir), str(token_s), str(num_words(folder / "policy")), *engines)
-        clocks = start("clocks", "-m", "benchmarks.engines.clocks", *own)
+        arguments = (str(clocks_dir), str(token_s), str(num_words(folder / "policy")), *engines)
+        clocks = start("clocks", "-m", "benchmarks.engines.clocks", *arguments)
         actors = [
             start(name, "-m", "benchmarks.engines.actor", str(run_dir.root), name, str(clocks_dir))
             for name in names

@@ -101,8 +101,8 @@ def with_sampler_logprobs(
     result: list[Sample] = []
     for sample, score in zip(samples, scores, strict=True):
         trajectory = sample.trajectory
-        known = np.array([0.0, *score]) + SAMPLER_NOISE * rng.standard_normal(len(score) + 1)
-        logprobs = np.where(trajectory.loss_mask, np.minimum(known, -1e-6), 0.0)
+        noisy = np.array([0.0, *score]) + SAMPLER_NOISE * rng.standard_normal(len(score) + 1)
+        logprobs = np.where(trajectory.loss_mask, np.minimum(noisy, -1e-6), 0.0)
         changed = replace(trajectory, logprobs=logprobs.astype(np.float32))
         result.append(replace(sample, trajectory=changed))
     return result

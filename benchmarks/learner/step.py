@@ -115,13 +115,13 @@ def measure_step(
         name: make_trainer(cfg, algorithm, copy.deepcopy(model), engine_dtype=engine_dtype)
         for name, algorithm in algorithms.items()
     }
-    known = with_sampler_logprobs(samples, next(iter(trainers.values())), seed=0)
+    scored = with_sampler_logprobs(samples, next(iter(trainers.values())), seed=0)
     contenders: dict[str, Callable[[], object]] = {
-        BARE: BareStep(cfg, copy.deepcopy(model), known, engine_dtype=engine_dtype)
+        BARE: BareStep(cfg, copy.deepcopy(model), scored, engine_dtype=engine_dtype)
     }
     for name, trainer in trainers.items():
-        contenders[name] = step_of(trainer, known)
-    return _cost_of(contenders, model, known, num_rounds)
+        contenders[name] = step_of(trainer, scored)
+    return _cost_of(contenders, model, scored, num_rounds)
 
 
 def layouts_of(cfg: LearnerSection) -> dict[str, LearnerSection]:

@@ -182,11 +182,11 @@ def check_shards(bench: DeviceBench) -> None:
             (SHARDED, one, Offload.NONE),
             (f"{SHARDED}, offloaded", one, Offload.OPTIMIZER),
         ):
-            own = replace(bench.sizes.learner, warmup_steps=0, offload=offload)
-            exact = _settings(replace(own, precision=Precision.FP32))
+            settings = replace(bench.sizes.learner, warmup_steps=0, offload=offload)
+            exact = _settings(replace(settings, precision=Precision.FP32))
             found[name] = _gradient(exact, copy.deepcopy(model), ranks, samples)
             networks = Networks(policy=copy.deepcopy(model))
-            steps[name] = _step_of(Trainer(_settings(own), networks, ranks=ranks), samples)
+            steps[name] = _step_of(Trainer(_settings(settings), networks, ranks=ranks), samples)
         seconds = alternate(steps, num_rounds=3, clock=clock_of(bench.device))
     plain = found.pop("plain")
     plain_s = min(seconds["plain"])
