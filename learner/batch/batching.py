@@ -651,7 +651,7 @@ def _teacher_columns(rows: Sequence[Sample]) -> dict[str, np.ndarray]:
 
 def by_sample(micro: MicroBatch, flat: Tensor) -> BySample:
     """Split a block's entries [tokens] by sample, without gradient."""
-    parts: tuple[Tensor, ...] = flat.detach().split(micro.sample_sizes)
+    parts = torch.split(flat.detach(), micro.sample_sizes)
     return dict(zip(micro.sample_indices, parts, strict=True))
 
 
