@@ -17,7 +17,9 @@ Measure = Callable[[Suite], None]  # It runs the checks of a suite.
 CONFORMANCE = "conformance"
 LAYOUTS = "conformance-layouts"
 SAVED = "saved-states"
-PRETRAINED = "pretrained"  # The suite of a model on disk, which accepts key=value.
+PRETRAINED = "pretrained"
+ACTOR_PRETRAINED = "actor-pretrained"
+WITH_OVERRIDES = (PRETRAINED, ACTOR_PRETRAINED)  # Suites of a pretrained model accept key=value.
 SUITES = {  # Name on the command line: module and function.
     "learner": "learner.suite:run_suite",
     PRETRAINED: "learner.pretrained:run_suite",
@@ -27,6 +29,7 @@ SUITES = {  # Name on the command line: module and function.
     "weights": "weights.suite:run_suite",
     "delta": "weights.delta:run_suite",
     "actor": "actor.suite:run_suite",
+    ACTOR_PRETRAINED: "actor.suite:run_pretrained",
     "scheduler": "scheduler:run_suite",
     "transport": "transport:run_suite",
     "engines": "engines.suite:run_suite",
@@ -78,14 +81,14 @@ def _find_suite(request: ParsedCommand, path: Path) -> Measure:
         return _find_study(name, request)
     if name not in {**SUITES, **GPU_SUITES}:
         raise ConfigError(f"--suite={name}: one of {', '.join([*SUITES, *GPU_SUITES, *STUDIES])}")
-    if request.is_dry or (request.overrides and name != PRETRAINED):
+    if request.is_dry or (request.overrides and name not in WITH_OVERRIDES):
         asked = " ".join([*request.overrides, *["--dry-run"] * request.is_dry])
         raise ConfigError(f"{asked}: only studies take it ({', '.join(STUDIES)})")
     if name in GPU_SUITES:
         return _find_gpu_suite(request, path)
     module, _, function = SUITES[name].partition(":")
     measure = getattr(import_module(f"benchmarks.{module}"), function)
-    if name == PRETRAINED:
+    if name in WITH_OVERRIDES:
         return partial(measure, overrides=request.overrides)
     return partial(measure, only=request.only.split(",")) if request.only else measure
 

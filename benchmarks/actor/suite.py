@@ -1,4 +1,4 @@
-"""The suite `actor`: tokens that a run samples per second, compared with vLLM alone.
+"""The suites `actor` and `actor-pretrained`: a run's tokens per second, compared with vLLM alone.
 
 The run is real: scheduler, hub, an actor with its engine, and a learner that accepts episodes and
 writes its journal. The learner makes no step, so that only generation is measured. Afterwards vLLM
@@ -8,7 +8,8 @@ alone samples turns of the same lengths with the same concurrency and without en
 import json
 import time
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.learner.checks.bench import SMALL, DeviceBench
@@ -31,39 +32,56 @@ from common.wire.messages import Trajectory
 from learner.journal.journal import read_journal, synced_end
 
 NUM_ROUNDS = 2  # Rounds of both, in turn.
-WINDOW_S = 15.0
-NUM_WARM_UP = 256  # Number of episodes until starts and ends are balanced.
 TIMEOUT_S = 600.0  # Limit of a start or a whole measurement.
 POLL_S = 0.2
 MIN_RATIO = 0.90
 LONG_TURNS = replace(SMALL, num_prompts=64, turn_tokens=256)
-SETTINGS = (
-    # A batch never fills, so the first step never starts.
-    "groups.per_step=10000",
-    "train.num_steps=1",
-    "actor.max_model_len=2048",
-    *TRAINING_ALONE,
+# A batch never fills, so the first step never starts.
+SETTINGS = ("groups.per_step=10000", "train.num_steps=1", *TRAINING_ALONE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """The run of a measurement and its window."""
+
+    config: str
+    overrides: tuple[str, ...]
+    window_s: float
+    num_warm_up: int  # Number of episodes until starts and ends are balanced.
+
+
+QUICKSTART = Workload(
+    config="quickstart", overrides=("actor.max_model_len=2048",), window_s=15.0, num_warm_up=256
 )
+PRETRAINED = Workload(config="smollm2-chain-sum", overrides=(), window_s=45.0, num_warm_up=128)
 
 
 def run_suite(suite: Suite) -> None:
     """Measure a run and vLLM alone, twice in turn, then long turns, in four minutes."""
-    suite.title(f"quickstart, no steps, {NUM_ROUNDS} windows of {WINDOW_S:g} s each")
+    suite.title(f"quickstart, no steps, {NUM_ROUNDS} windows of {QUICKSTART.window_s:g} s each")
     with suite.check("sampled tokens") as folder:
-        add_speeds(suite, folder)
+        add_speeds(suite, folder, QUICKSTART)
     suite.title("turns of 256 tokens, 64 at once, random weights")
     bench = DeviceBench(suite=suite, sizes=LONG_TURNS, device=CPU, peer_device="cpu")
     with suite.check("long turns"):
         add_actor_cost(bench, "long turns", run_engine(bench, LONG_TURNS.model))
 
 
-def add_speeds(suite: Suite, folder: Path) -> None:
+def run_pretrained(suite: Suite, *, overrides: Sequence[str]) -> None:
+    """Measure a run with a pretrained model and vLLM alone, twice in turn, in seven minutes."""
+    load = replace(PRETRAINED, overrides=(*PRETRAINED.overrides, *overrides))
+    suite.title(f"{load.config}, no steps, {NUM_ROUNDS} windows of {load.window_s:g} s each")
+    with suite.check("sampled tokens") as folder:
+        add_speeds(suite, folder, load)
+
+
+def add_speeds(suite: Suite, folder: Path, load: Workload) -> None:
     """Add the sampling rates of this project's engine and of vLLM alone."""
     ours: Counter[str] = Counter()
     alone: Counter[str] = Counter()
     for number in range(NUM_ROUNDS):
-        ours.update(measure_run(f"run-{number}", folder=folder))
-        alone.update(measure_alone(folder / f"run-{number}"))
+        ours.update(measure_run(f"run-{number}", load, folder=folder))
+        alone.update(measure_alone(folder / f"run-{number}", window_s=load.window_s))
     suite.compare(
         "tokens sampled inside a run",
         ours["sampled"] / ours["time_s"],
@@ -96,15 +114,16 @@ def hits(ours: Counter[str], peer: Counter[str]) -> str:
     return f"prefix hits {shares[0]:.0%} and {shares[1]:.0%}"
 
 
-def measure_run(name: str, *, folder: Path) -> dict[str, float]:
+def measure_run(name: str, load: Workload, *, folder: Path) -> dict[str, float]:
     """Return tokens, processor seconds by role and seconds of a window, and write its turns.
 
     Raises: LongstrideError: the run failed, or does not generate.
     """
     run_dir = folder / name
-    with running(name, SETTINGS, folder=folder) as run:
+    overrides = (*SETTINGS, *load.overrides)
+    with running(name, overrides, folder=folder, config=load.config) as run:
         deadline = time.monotonic() + TIMEOUT_S
-        while sum(1 for _ in read_journal(run_dir / "journal")) < NUM_WARM_UP:
+        while sum(1 for _ in read_journal(run_dir / "journal")) < load.num_warm_up:
             check_end(run)
             if time.monotonic() > deadline:
                 raise LongstrideError(f"run {name} generates nothing, see {run.log_path}")
@@ -112,7 +131,7 @@ def measure_run(name: str, *, folder: Path) -> dict[str, float]:
         begin = synced_end(run_dir / "journal")
         started = time.monotonic()
         before = cpu_seconds(run.pid)
-        time.sleep(WINDOW_S)
+        time.sleep(load.window_s)
         end = synced_end(run_dir / "journal")
         took_s = time.monotonic() - started
         after = cpu_seconds(run.pid)
@@ -120,7 +139,7 @@ def measure_run(name: str, *, folder: Path) -> dict[str, float]:
     records = read_journal(run_dir / "journal", start=begin)
     episodes = [episode for where, episode in records if where < end]
     if not episodes:
-        raise LongstrideError(f"run {name}: no episode in {WINDOW_S:g}s, see {run.log_path}")
+        raise LongstrideError(f"run {name}: no episode in {load.window_s:g}s, see {run.log_path}")
     (run_dir / "turns.json").write_text(
         json.dumps([turns_of(episode) for episode in episodes]), encoding="utf-8"
     )
@@ -134,9 +153,9 @@ def measure_run(name: str, *, folder: Path) -> dict[str, float]:
     }
 
 
-def measure_alone(run_dir: Path) -> dict[str, float]:
+def measure_alone(run_dir: Path, *, window_s: float) -> dict[str, float]:
     """Return the counters of vLLM alone for a run's turns. Raises: LongstrideError."""
-    argv = ["-m", "benchmarks.actor.bare", str(run_dir), str(WINDOW_S)]
+    argv = ["-m", "benchmarks.actor.bare", str(run_dir), str(window_s)]
     env = {} if gpus() else ONE_THREAD  # The thread settings of the run.
     with child("vLLM alone", argv, log=run_dir / "alone.log", env=env) as alone:
         await_success(alone, timeout_s=TIMEOUT_S)

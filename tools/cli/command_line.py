@@ -64,9 +64,9 @@ STUDIES = (
 )
 SUITES = (
     "learner, pretrained, prefix-trees, partial-episodes, virtual-horizon, weights, delta, actor,"
-    " scheduler, transport, engines, envhub, saved-states, long-episodes, end2end, tail, chaos,"
-    " chaos-delta, chaos-adapters, chaos-short, hostile, conformance, conformance-layouts, gpu,"
-    " gpu-small, "
+    " actor-pretrained, scheduler, transport, engines, envhub, saved-states, long-episodes,"
+    " end2end, tail, chaos, chaos-delta, chaos-adapters, chaos-short, hostile, conformance,"
+    " conformance-layouts, gpu, gpu-small, "
 ) + ", ".join(STUDIES)
 USUAL = "[--config NAME|FILE] [--dry-run] [key=value ...]"
 
