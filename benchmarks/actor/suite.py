@@ -41,7 +41,7 @@ SETTINGS = ("groups.per_step=10000", "train.num_steps=1", *TRAINING_ALONE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class SamplingRun:
     """The run of a measurement and its window."""
 
     config: str
@@ -50,10 +50,10 @@ class Workload:
     num_warm_up: int  # Number of episodes until starts and ends are balanced.
 
 
-QUICKSTART = Workload(
+QUICKSTART = SamplingRun(
     config="quickstart", overrides=("actor.max_model_len=2048",), window_s=15.0, num_warm_up=256
 )
-PRETRAINED = Workload(config="smollm2-chain-sum", overrides=(), window_s=45.0, num_warm_up=128)
+PRETRAINED = SamplingRun(config="smollm2-chain-sum", overrides=(), window_s=45.0, num_warm_up=128)
 
 
 def run_suite(suite: Suite) -> None:
@@ -75,7 +75,7 @@ def run_pretrained(suite: Suite, *, overrides: Sequence[str]) -> None:
         add_speeds(suite, folder, load)
 
 
-def add_speeds(suite: Suite, folder: Path, load: Workload) -> None:
+def add_speeds(suite: Suite, folder: Path, load: SamplingRun) -> None:
     """Add the sampling rates of this project's engine and of vLLM alone."""
     ours: Counter[str] = Counter()
     alone: Counter[str] = Counter()
@@ -114,7 +114,7 @@ def hits(ours: Counter[str], peer: Counter[str]) -> str:
     return f"prefix hits {shares[0]:.0%} and {shares[1]:.0%}"
 
 
-def measure_run(name: str, load: Workload, *, folder: Path) -> dict[str, float]:
+def measure_run(name: str, load: SamplingRun, *, folder: Path) -> dict[str, float]:
     """Return tokens, processor seconds by role and seconds of a window, and write its turns.
 
     Raises: LongstrideError: the run failed, or does not generate.
