@@ -52,6 +52,9 @@ def mean_of_batch(inputs, cfg):
 def likelihood(inputs, cfg):
     return -inputs.new_logprobs
 
+def far_penalty(inputs, cfg):
+    return ppo(inputs, cfg) + torch.relu(inputs.log_ratios.abs() - 0.2)
+
 def scalar(inputs, cfg): return ppo(inputs, cfg).mean()
 def detached(inputs, cfg): return ppo(inputs, cfg).detach()
 def infinite(inputs, cfg): return inputs.new_logprobs / 0
@@ -216,12 +219,21 @@ def test_loss_that_reads_other_sequences_is_noted(own: Callable[[str], str]) -> 
     assert not noted("ppo")
 
 
-def test_loss_without_the_advantage_trains_all_samples(own: Callable[[str], str]) -> None:
-    def needs_advantage(name: str) -> bool:
-        return table.surrogate_of(AlgorithmSection(policy_loss=own(name))).is_zero_without_advantage
+def test_samples_without_advantage_train_with_a_loss_of_the_user(own: Callable[[str], str]) -> None:
+    for name in ("ppo", "likelihood", "far_penalty"):
+        cfg = AlgorithmSection(policy_loss=own(name))
+        assert not table.surrogate_of(cfg).is_zero_without_advantage
 
-    assert needs_advantage("ppo")
-    assert not needs_advantage("likelihood")
+
+def test_penalty_of_far_ratios_has_a_gradient_without_advantage(own: Callable[[str], str]) -> None:
+    cfg = AlgorithmSection(policy_loss=own("far_penalty"))
+    inputs = small_batch(cfg, CPU)
+    anchor = inputs.anchor_logprobs - 0.5
+    unpaid = replace(inputs, advantages=torch.zeros(7), anchor_logprobs=anchor)
+    (losses, _) = table.surrogate_of(cfg).loss(unpaid, cfg)
+    losses.sum().backward()
+    assert unpaid.new_logprobs.grad is not None
+    assert (unpaid.new_logprobs.grad == 1).all()
 
 
 def test_changed_file_of_a_function_is_named() -> None:
