@@ -7,6 +7,7 @@ messages are trained on, unless their loss is false.
 # Values from JSON have no static type until this module has checked them:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportMissingTypeArgument=false
+import itertools
 import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 from common.errors import ConfigError
 from common.formats.calls import each_text
 from common.text import valid_text
-from tools.exchange.records import as_conversation, read_records
+from tools.exchange.records import as_conversation, item_of, read_records, segment_of, text_field
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,17 @@ class Conversation:
     reward: float = 1.0  # Records without a reward are demonstrations.
     is_success: bool = False  # True if the record has "success": true.
     tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    env: str = ""  # "": the record names no environment.
+    episode_id: str = ""  # "": the record has no id.
+    segment: int = 0  # Index within the episode.
+    num_segments: int = 1  # Number of segments of the episode.
     place: str = field(default="", compare=False)  # File and number of the record.
+
+    @property
+    def item(self) -> str:
+        """Item with its environment; without an id a digest of the first prompt."""
+        prompt = list(itertools.takewhile(lambda message: not message.is_trained, self.messages))
+        return item_of({"env": self.env, "item_id": self.item_id}, [*prompt, self.tools])
 
 
 def read_conversations(path: Path) -> list[Conversation]:
@@ -128,11 +139,16 @@ def conversation_of(record: object, place: str) -> Conversation:
     reward = record.get("reward", 1.0)
     if isinstance(reward, bool) or not isinstance(reward, (int, float)):
         raise ConfigError(f"{place}: 'reward' is {reward!r}, not a number")
+    segment, num_segments = segment_of(record, place)
     return Conversation(
-        item_id=str(record.get("item_id", "")),
+        item_id=text_field(record, "item_id"),
         messages=messages,
         reward=float(reward),
         is_success=record.get("success") is True,
         tools=record.get("tools") or [],
+        env=text_field(record, "env"),
+        episode_id=text_field(record, "episode_id"),
+        segment=segment,
+        num_segments=num_segments,
         place=place,
     )

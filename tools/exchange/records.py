@@ -3,6 +3,7 @@
 # Values from JSON have no static type until this module has checked them:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportMissingTypeArgument=false
+import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ _SENDERS = {
     "assistant": ("gpt", ""),
     "agent": ("gpt", ""),
 }
-_ABOUT = ("item_id", "reward", "success")
+_ABOUT = (*("env", "item_id", "reward", "success"), *("episode_id", "segment", "num_segments"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,43 @@ class TokenRow:
     mask: np.ndarray = field(repr=False)  # [seq] bool
     episode_id: str = ""  # "": the record has no id.
     logprobs: np.ndarray | None = field(default=None, repr=False)  # [seq] nats, 0 if not sampled
+
+
+def item_of(about: Record, prompt: list[Any]) -> str:
+    """Return the item of a record with its environment. DPO pairs the episodes of one item.
+
+    Args:
+        prompt: the texts or tokens before the first trained answer. A record without `item_id` has
+            their digest as its item, so that different prompts are different items.
+    """
+    name = text_field(about, "item_id")
+    if not name:
+        name = f"prompt-{hashlib.blake2b(repr(prompt).encode(), digest_size=8).hexdigest()}"
+    env = text_field(about, "env")
+    return f"{env}/{name}" if env else name
+
+
+def text_field(about: Record, name: str) -> str:
+    """Return a field as text; "" if it is missing or null."""
+    value = about.get(name)
+    return "" if value is None else str(value)
+
+
+def segment_of(about: Record, place: str) -> tuple[int, int]:
+    """Return the index of a segment and the number of segments of its episode.
+
+    Raises: ConfigError: a value is not a number.
+    """
+    fields = {"segment": 0, "num_segments": 1}
+    values = {
+        name: default if about.get(name) is None else about[name]
+        for name, default in fields.items()
+    }
+    for name, value in values.items():
+        if not _is_number(value):
+            raise ConfigError(f"{place}: {name!r} is {value!r:.80}, not a number")
+    num_segments = int(values["num_segments"])
+    return (int(values["segment"]) if num_segments > 1 else 0), num_segments
 
 
 def _is_number(value: object) -> bool:
@@ -90,7 +128,8 @@ def preference_of(record: object, place: str) -> tuple[Record, Record] | None:
 
     A preference has TRL's fields `chosen` and `rejected`, as texts or as lists of messages, after
     `prompt`. Without `prompt` both lists begin with the same messages. Answers of the prompt have
-    weight 0. Both episodes have the same item, and the rewards 1 and 0.
+    weight 0. Both episodes have the rewards 1 and 0, and the place of the record as their item, so
+    that each record is one pair.
 
     Raises: ConfigError: a field is missing or malformed; names it.
     """
@@ -107,7 +146,7 @@ def preference_of(record: object, place: str) -> tuple[Record, Record] | None:
         raise ConfigError(
             f"{place}: 'prompt' is missing, and 'chosen' and 'rejected' begin with other messages"
         )
-    about = {"item_id": str(record.get("item_id", place)), "tools": record.get("tools")}
+    about = {"item_id": place, "tools": record.get("tools")}
     before = [{**message, "weight": 0} for message in prompt]
     return (
         {**about, "messages": [*before, *chosen], "reward": 1.0},
@@ -305,18 +344,17 @@ def _row(about: Record, ids: list[Any], mask: list[Any], logprobs: Any, place: s
     ):
         raise ConfigError(f"{place}: logprobs must be a list with one number for each token")
     reward = about.get("reward", 1.0)
-    segment = about.get("segment", 0)
-    num_segments = about.get("num_segments", 1)
-    for name, value in (("reward", reward), ("segment", segment), ("num_segments", num_segments)):
-        if not _is_number(value):
-            raise ConfigError(f"{place}: {name!r} is {value!r:.80}, not a number")
+    if not _is_number(reward):
+        raise ConfigError(f"{place}: 'reward' is {reward!r:.80}, not a number")
+    segment, num_segments = segment_of(about, place)
+    num_prompt = mask.index(True) if True in mask else len(mask)
     return TokenRow(
-        item_id=f"{about.get('env', '')}/{about.get('item_id', '')}",
+        item_id=item_of(about, ids[:num_prompt]),
         reward=float(reward),
         is_success=bool(about.get("success", about.get("is_success", False))),
-        segment=int(segment) if "num_segments" in about else 0,
-        num_segments=int(num_segments),
-        episode_id=str(about.get("episode_id", "")),
+        segment=segment,
+        num_segments=num_segments,
+        episode_id=text_field(about, "episode_id"),
         token_ids=np.array(ids, dtype=np.int32),
         mask=np.array(mask, dtype=bool),
         logprobs=None if logprobs is None else np.array(logprobs, dtype=np.float32),

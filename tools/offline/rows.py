@@ -127,7 +127,9 @@ def _starts(rows: Sequence[Row]) -> list[int]:
 def _is_continued(before: Row, row: Row) -> bool:
     """Return whether the row belongs to the same episode as the row before it."""
     is_same = (before.item_id, before.episode) == (row.item_id, row.episode)
-    return is_same and before.segment < row.segment
+    # A segment that was read as messages may be several rows.
+    is_part = before.segment == row.segment and row.episode != ""
+    return is_same and (before.segment < row.segment or is_part)
 
 
 def _rows_of_file(path: Path, tokenizer: Any, keep: KeepThinking, *, key: str) -> list[Row]:
@@ -232,14 +234,14 @@ def rows_of_conversation(
         raise ConfigError(f"{conversation.place or conversation.item_id}: {error}") from error
     return [
         Row(
-            item_id=conversation.item_id,
+            item_id=conversation.item,
             reward=conversation.reward,
             is_success=conversation.is_success,
             token_ids=np.array([each for part, _ in parts for each in part], dtype=np.int32),
             mask=np.array([trained for part, trained in parts for _ in part], dtype=bool),
-            segment=number,
-            num_segments=len(segments),
-            episode=conversation.place,
+            segment=conversation.segment + number,
+            num_segments=conversation.num_segments + len(segments) - 1,
+            episode=conversation.episode_id or conversation.place,
         )
         for number, parts in enumerate(segments)
     ]

@@ -26,7 +26,7 @@ from tools.cli.command_line import parse
 from tools.exchange.agent_traj import read_conversations
 from tools.exchange.records import TokenRow, read_records, tokens_of
 from tools.exchange.writing import Framing, write
-from tools.offline.rows import read_rows
+from tools.offline.rows import num_episodes, read_rows
 
 POLICY = ROOT / "configs" / "policies" / "tiny"
 TOKENIZER: Any = AutoTokenizer.from_pretrained(str(POLICY))
@@ -110,6 +110,15 @@ def test_sft_reads_the_exported_data(tmp_path, format: str):
         assert learnt == sampled
         if format == "atif":
             assert row.token_ids.tolist() == was.token_ids.tolist()
+
+
+@pytest.mark.parametrize("format", ["agenttraj", "sft"])
+def test_segments_that_are_read_as_messages_stay_one_episode(tmp_path, format: str):
+    path = written(tmp_path, format, [segmented(), episode()])
+    tokenizer = make_chatml(WITH_SYSTEM)  # Another template.
+    rows = read_rows(path, tokenizer=tokenizer, max_tokens=10_000, key="k")
+    assert [(row.segment, row.num_segments) for row in rows] == [(0, 2), (1, 2), (0, 1)]
+    assert num_episodes(rows) == 2
 
 
 def _assert_exact(read: list[TokenRow | None]) -> None:

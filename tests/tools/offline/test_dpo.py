@@ -154,6 +154,58 @@ def test_preferences_of_trl_are_pairs(record: dict[str, Any], tmp_path: Path) ->
         assert pair.chosen.item_id == pair.rejected.item_id
 
 
+def pairs_of(tmp_path: Path, records: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return the texts of the pairs that DPO makes of a file's records, in order."""
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(f"{json.dumps(each)}\n" for each in records), encoding="utf-8")
+    tokenizer = make_tokenizer(["one two good bad"] * 8, vocab_size=300)
+    rows = read_rows(path, tokenizer=tokenizer, max_tokens=99, key="dpo.data")
+    return sorted(
+        (tokenizer.decode(pair.chosen.token_ids), tokenizer.decode(pair.rejected.token_ids))
+        for pair in make_pairs(rows, DpoSection(), seed=0)
+    )
+
+
+def answered(prompt: str, answer: str, reward: float, **about: Any) -> dict[str, Any]:
+    texts = [("user", prompt), ("assistant", answer)]
+    messages = [{"role": role, "content": text} for role, text in texts]
+    return {"messages": messages, "reward": reward, **about}
+
+
+@pytest.mark.parametrize("about", [{}, {"item_id": None}])
+def test_episodes_without_an_item_are_paired_by_prompt(tmp_path: Path, about: Any) -> None:
+    records = [answered("one", "good", 1.0, **about), answered("two", "bad", 0.0, **about)]
+    assert pairs_of(tmp_path, records) == []
+    records.append(answered("one", "bad", 0.0, **about))
+    chosen, rejected = "<|user|>one<|assistant|>good<|end|>", "<|user|>one<|assistant|>bad<|end|>"
+    assert pairs_of(tmp_path, records) == [(chosen, rejected)]
+
+
+def test_token_rows_without_an_item_are_paired_by_prompt(tmp_path: Path) -> None:
+    mask = [False, False, True]
+    rows = [([5, 6, 7], 1.0), ([5, 8, 9], 0.0)]
+    records = [{"token_ids": ids, "loss_mask": mask, "reward": reward} for ids, reward in rows]
+    assert pairs_of(tmp_path, records) == []
+    records.append({"token_ids": [5, 6, 9], "loss_mask": mask, "reward": 0.0})
+    assert len(pairs_of(tmp_path, records)) == 1
+
+
+def test_equal_ids_of_two_environments_are_two_items(tmp_path: Path) -> None:
+    rows = [("one", "good", 1.0, "maze"), ("two", "bad", 0.0, "shop")]
+    records = [answered(*row, item_id="easy-train-1", env=env) for *row, env in rows]
+    assert pairs_of(tmp_path, records) == []
+
+
+def test_a_preference_stays_a_pair_beside_others_of_its_item(tmp_path: Path) -> None:
+    answers = [("good", "two"), ("two", "bad"), *[(f"a{i}", f"b{i}") for i in range(4)]]
+    records = [
+        {"prompt": "one", "chosen": chosen, "rejected": rejected, "item_id": "x"}
+        for chosen, rejected in answers
+    ]
+    frame = "<|user|>one<|assistant|>{}<|end|>".format
+    assert pairs_of(tmp_path, records) == sorted((frame(a), frame(b)) for a, b in answers)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
