@@ -110,6 +110,26 @@ def _valid_values(values: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return each_text(values, valid_text)
 
 
+def _with_system(system: object, messages: list[Message], place: str) -> list[Message]:
+    """Return the messages with the field `system` of their record as the first one.
+
+    Raises: ConfigError: the field is not text, or the messages have another system message.
+    """
+    if not system:
+        return messages
+    if not isinstance(system, str):
+        raise ConfigError(f"{place}: 'system' is {type(system).__name__}, not text")
+    texts = [message.text for message in messages if message.role == "system"]
+    if texts == [system]:
+        return messages
+    if texts:
+        raise ConfigError(
+            f"{place}: 'system' differs from the system message of the record; remove one of them"
+        )
+    first = Message(is_agent=False, is_trained=False, text=system, role="system")
+    return [first, *messages]
+
+
 def conversation_of(record: object, place: str) -> Conversation:
     """Return the conversation of a record. Raises: ConfigError: it is malformed."""
     if isinstance(record, dict):
@@ -136,6 +156,7 @@ def conversation_of(record: object, place: str) -> Conversation:
                 call_id=str(message.get("tool_call_id") or ""),
             )
         )
+    messages = _with_system(record.get("system"), messages, place)
     reward = record.get("reward", 1.0)
     if isinstance(reward, bool) or not isinstance(reward, (int, float)):
         raise ConfigError(f"{place}: 'reward' is {reward!r}, not a number")

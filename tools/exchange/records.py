@@ -127,8 +127,8 @@ def preference_of(record: object, place: str) -> tuple[Record, Record] | None:
     """Return the chosen and the rejected episode of a preference; None for another record.
 
     A preference has TRL's fields `chosen` and `rejected`, as texts or as lists of messages, after
-    `prompt`. Without `prompt` both lists begin with the same messages. Answers of the prompt have
-    weight 0. Both episodes have the rewards 1 and 0, and the place of the record as their item, so
+    `prompt`. The lists may repeat the prompt. Without `prompt` both begin with the same messages.
+    Answers of the prompt have weight 0. Both episodes have the rewards 1 and 0, and the place of the record as their item, so
     that each record is one pair.
 
     Raises: ConfigError: a field is missing or malformed; names it.
@@ -138,7 +138,10 @@ def preference_of(record: object, place: str) -> tuple[Record, Record] | None:
     prompt = _messages_of(record.get("prompt", []), "user", f"{place}: 'prompt'")
     chosen = _messages_of(record["chosen"], "assistant", f"{place}: 'chosen'")
     rejected = _messages_of(record["rejected"], "assistant", f"{place}: 'rejected'")
-    if not prompt:
+    if prompt:
+        chosen = _after_prompt(prompt, chosen, f"{place}: 'chosen'")
+        rejected = _after_prompt(prompt, rejected, f"{place}: 'rejected'")
+    else:
         pairs = zip(chosen, rejected, strict=False)
         num = next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
         prompt, chosen, rejected = chosen[:num], chosen[num:], rejected[num:]
@@ -146,12 +149,28 @@ def preference_of(record: object, place: str) -> tuple[Record, Record] | None:
         raise ConfigError(
             f"{place}: 'prompt' is missing, and 'chosen' and 'rejected' begin with other messages"
         )
-    about = {"item_id": place, "tools": record.get("tools")}
+    about = {"item_id": place, "tools": record.get("tools"), "system": record.get("system")}
     before = [{**message, "weight": 0} for message in prompt]
     return (
         {**about, "messages": [*before, *chosen], "reward": 1.0},
         {**about, "messages": [*before, *rejected], "reward": 0.0},
     )
+
+
+def _after_prompt(prompt: list[Record], messages: list[Record], what: str) -> list[Record]:
+    """Return the messages after the prompt, which they may repeat.
+
+    Raises: ConfigError: the messages begin with another question.
+    """
+    if messages[: len(prompt)] == prompt:
+        return messages[len(prompt) :]
+    is_asked = prompt[-1].get("role") == "user"
+    if is_asked and messages and messages[0].get("role") not in ("assistant", "tool"):
+        raise ConfigError(
+            f"{what} begins with a message of {messages[0].get('role')!r} after 'prompt', and does"
+            " not repeat 'prompt'. Remove 'prompt' if the list has the whole conversation"
+        )
+    return messages
 
 
 def _messages_of(value: object, role: str, what: str) -> list[Record]:
@@ -177,6 +196,8 @@ def as_conversation(record: Record, place: str) -> Record:
     if {"prompt", "completion"} <= record.keys() and "messages" not in record:
         prompt = _messages_of(record["prompt"], "user", f"{place}: 'prompt'")
         completion = _messages_of(record["completion"], "assistant", f"{place}: 'completion'")
+        if prompt:
+            completion = _after_prompt(prompt, completion, f"{place}: 'completion'")
         before = [{**message, "weight": 0} for message in prompt]
         record = {**record, "messages": [*before, *completion]}
     if isinstance(record.get("steps"), list):
@@ -194,6 +215,8 @@ def as_conversation(record: Record, place: str) -> Record:
             f" and 'rejected'. This one has {sorted(map(str, record))}"
         )
     converted = {"conversations": conversation, **{k: about[k] for k in _ABOUT if k in about}}
+    if record.get("system"):
+        converted["system"] = record["system"]
     tools = record.get("tools")
     if tools is not None and not (isinstance(tools, list) and all(map(_is_map, tools))):
         raise ConfigError(f"{place}: 'tools' must be a list of objects")

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError
-from tools.exchange.agent_traj import Conversation, Message, read_conversations
+from tools.exchange.agent_traj import Conversation, Message, conversation_of, read_conversations
+from tools.exchange.records import preference_of
 
 RECORD = {
     "item_id": "babyai_3",
@@ -52,9 +53,48 @@ def test_record_without_item_id_is_read(tmp_path: Path) -> None:
     ]
 
 
+ASKED = {"from": "human", "value": "Q"}
+ANSWERED = {"from": "gpt", "value": "A"}
+MESSAGES = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"conversations": [ASKED, ANSWERED]},
+        {"messages": MESSAGES},
+        {"messages": [SYSTEM, *MESSAGES]},
+        {"prompt": "Q", "completion": "A"},
+        {"prompt": "Q", "completion": MESSAGES},
+    ],
+)
+def test_field_system_becomes_the_first_message(tmp_path: Path, record: Any) -> None:
+    (got,) = read_conversations(write(tmp_path, {**record, "system": "Be brief."}))
+    texts = [(message.chat_role, message.text) for message in got.messages]
+    assert texts == [("system", "Be brief."), ("user", "Q"), ("assistant", "A")]
+
+
+def test_field_system_of_a_preference_is_in_both_episodes() -> None:
+    record = {"prompt": "Q", "chosen": "A", "rejected": "B", "system": "Be brief."}
+    pair = preference_of(record, "here")
+    assert pair is not None
+    for episode in pair:
+        assert conversation_of(episode, "here").messages[0].text == "Be brief."
+
+
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
+        ({"messages": MESSAGES, "system": ["x"]}, "record 2: 'system' is list, not text"),
+        (
+            {"messages": [SYSTEM, *MESSAGES], "system": "x"},
+            "record 2: 'system' differs from the system message",
+        ),
+        (
+            {"prompt": "P", "completion": MESSAGES},
+            "record 2: 'completion' begins with a message of 'user' after 'prompt'",
+        ),
         ('{"conversations": [', "record 2 is not JSON"),
         (42, "record 2: 'conversations' must be a list"),
         (

@@ -131,6 +131,14 @@ def test_batch_parts_train_like_the_whole() -> None:
             "rejected": [{"role": "assistant", "content": "5"}],
         },
         {
+            "prompt": "2+2?",  # The lists repeat the prompt, as in ultrafeedback_binarized.
+            "chosen": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}],
+            "rejected": [
+                {"role": "user", "content": "2+2?"},
+                {"role": "assistant", "content": "5"},
+            ],
+        },
+        {
             "chosen": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}],
             "rejected": [
                 {"role": "user", "content": "2+2?"},
@@ -151,6 +159,7 @@ def test_preferences_of_trl_are_pairs(record: dict[str, Any], tmp_path: Path) ->
             tokenizer.decode(row.token_ids[row.mask]) for row in (pair.chosen, pair.rejected)
         ]
         assert trained == ["4<|end|>", "5<|end|>"]
+        assert tokenizer.decode(pair.chosen.token_ids) == "<|user|>2+2?<|assistant|>4<|end|>"
         assert pair.chosen.item_id == pair.rejected.item_id
 
 
@@ -212,6 +221,10 @@ def test_a_preference_stays_a_pair_beside_others_of_its_item(tmp_path: Path) -> 
         ('{"prompt": "a", "chosen": 1, "rejected": "b"}', "record 1: 'chosen' is int; give a text"),
         ('{"chosen": "a", "rejected": "b"}', "record 1: 'prompt' is missing"),
         ('{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": "a"}', "record 2: 'chosen'"),
+        (
+            '{"prompt": "a", "chosen": "b", "rejected": [{"role": "user", "content": "b"}]}',
+            "record 1: 'rejected' begins with a message of 'user' after 'prompt'.*Remove 'prompt'",
+        ),
         ('{"question": "a"}', "for dpo.data also 'prompt', 'chosen' and 'rejected'.*'question'"),
     ],
 )
