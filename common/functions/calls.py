@@ -209,7 +209,10 @@ class GraderProcess:
             self._process = ChildProcess(
                 "grader",
                 [*argv, *dict.fromkeys((*folders, str(working_directory())))],
-                env={"PYTHONPATH": os.pathsep.join(p for p in paths if p and p != str(CODE))},
+                env={
+                    "PYTHONPATH": os.pathsep.join(p for p in paths if p and p != str(CODE)),
+                    "PYTHONHASHSEED": "0",  # Equal calls have equal values in every process.
+                },
                 cwd=working_directory(),
                 pass_fds=(theirs.fileno(),),
             )
@@ -230,6 +233,25 @@ class GraderProcess:
         if "lost" in loaded:
             raise Ungraded(loaded["lost"])
         return loaded
+
+    def call(self, user: UserFunction, keywords: Mapping[str, Any], *, timeout_s: float) -> Any:
+        """Return the value of a call of a loaded function; the calling thread waits.
+
+        Raises: EnvFailure: the function raised an error, or did not return in time.
+        """
+        number, future = self.register()
+        message = {"op": "call", "function": user.reference, "keywords": _packed(keywords)}
+        self.send({**message, "state": None, "takes_logs": False, "id": number})
+        try:
+            reply = future.result(timeout_s)
+        except FutureTimeout as error:
+            self.end(f"no answer within {timeout_s:g} s, its time limit")
+            raise Ungraded(self.failure) from error
+        if "lost" in reply:
+            raise Ungraded(reply["lost"])
+        if "error" in reply:
+            raise EnvFailure(reply["error"]) from FunctionError(reply["trace"])
+        return unpack(reply["value"])
 
     def register(self) -> tuple[int, Future[dict[str, Any]]]:
         """Return the number of a new message, and its reply.
@@ -505,7 +527,7 @@ class Caller:
         self._num_starting += 1
         try:
             loop = asyncio.get_running_loop()
-            process = await loop.run_in_executor(self._threads, _started, self._functions)
+            process = await loop.run_in_executor(self._threads, start_process, self._functions)
         finally:
             self._num_starting -= 1
         self._processes.append(process)
@@ -518,7 +540,7 @@ class Caller:
         self._threads.shutdown(wait=False)
 
 
-def _started(functions: Sequence[UserFunction]) -> GraderProcess:
+def start_process(functions: Sequence[UserFunction]) -> GraderProcess:
     """Return a process that has loaded functions. Raises: EnvFailure: one cannot be loaded."""
     process = GraderProcess(functions)
     try:

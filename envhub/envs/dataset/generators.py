@@ -14,11 +14,12 @@ from importlib.metadata import version
 from typing import Any
 
 from common.config.envs import DatasetOptions
-from common.errors import ConfigError
+from common.errors import ConfigError, EnvFailure
+from common.functions.calls import GraderProcess, shipped_function, start_process
 from common.text import known_hint
 from envhub.env import SPLITS
 from envhub.envs.dataset.files import Record
-from envhub.envs.dataset.graders import generated_entry
+from envhub.envs.dataset.graders import generated_texts
 from envhub.envs.dataset.prompts import PromptMaker
 from envhub.envs.dataset.records import SUBSET, Dataset, DataSplit
 from envhub.envs.dataset.rewards import GENERATED
@@ -32,6 +33,8 @@ SEEDS = 128  # Seeds of an item. With probability 1e-12 none of them belongs to 
 SHARES = 5  # Of so many equal shares of the questions, the first is test, the second validation.
 DEFAULT_SIZES = {"train": 10_000, "validation": 200, "test": 200}
 NUM_CACHED = 4096
+GENERATE_S = 60.0  # Most seconds in which an entry is generated.
+GENERATE = shipped_function("generator", generated_texts, library=LIBRARY)
 FORM = "<answer>{}</answer>"
 INSTRUCTION = f"Answer the question. Give only the final answer as {FORM.format('ANSWER')}."
 
@@ -53,37 +56,60 @@ def split_of_question(question: str) -> str:
     return {0: "test", 1: "validation"}.get(share, "train")
 
 
+class EntryMaker:
+    """Generates entries in a process of its own, which has the hash seed of the verifier's."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # Protects the process, which runs one call at a time.
+        self._process: GraderProcess | None = None
+
+    def texts(self, record: Record) -> Record:
+        """Return the question and the answer of a record. Raises: EnvFailure: generation fails."""
+        with self._lock:
+            if self._process is None or self._process.failure:
+                self._process = start_process([GENERATE])
+            return self._process.call(GENERATE, {"record": record}, timeout_s=GENERATE_S)
+
+
 class GeneratedRecords(Sequence[Record]):
     """The records of a split, generated when they are read. They hold their seed."""
 
-    def __init__(self, task: str, options: Mapping[str, Any], split: str, size: int) -> None:
+    def __init__(
+        self, maker: EntryMaker, task: str, options: Mapping[str, Any], split: str, size: int
+    ) -> None:
+        self._maker = maker
         self._task = task
         self._options = dict(options)
         self._split = split
         self._size = size
-        self._lock = threading.Lock()  # Generators are not thread-safe.
         self._record = lru_cache(NUM_CACHED)(self._make)
 
     def __len__(self) -> int:
         return self._size
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a record. Raises: ConfigError: the task has too few different questions."""
+        """Return a record.
+
+        Raises: ConfigError: the task has too few different questions, or the generation fails.
+        """
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(self._size))]
         if not 0 <= index < self._size:
             raise IndexError(index)
-        with self._lock:
-            return self._record(index)
+        return self._record(index)
 
     def _make(self, index: int) -> Record:
         """Return the first record of the item's seeds that belongs to the split."""
         first = FIRST_SEEDS[self._split] + index * SEEDS
         for seed in range(first, first + SEEDS):
             record: Record = {"task": self._task, "options": self._options, "seed": seed}
-            _, entry = generated_entry(record)
-            if split_of_question(entry["question"]) == self._split:
-                return {"question": entry["question"], "answer": entry["answer"], **record}
+            try:
+                texts = self._maker.texts(record)
+            except EnvFailure as error:
+                where = f"data.train={PREFIX}{self._task}: data.options.{self._task}"
+                raise ConfigError(f"{where}={self._options}: seed {seed}: {error}") from error
+            if split_of_question(texts["question"]) == self._split:
+                return {**texts, **record}
         raise ConfigError(
             f"data.train={PREFIX}{self._task}: it has too few different questions for"
             f" {self._split} items; widen data.options.{self._task}"
@@ -113,7 +139,8 @@ def load_generated(options: DatasetOptions) -> dict[str, Dataset]:
     _check_unread(options)
     names = [SUBSET] if len(tasks) == 1 else tasks
     loaded = zip(names, tasks, strict=True)
-    return {name: _load(task, options, datasets[task][1]) for name, task in loaded}
+    maker = EntryMaker()
+    return {name: _load(maker, task, options, datasets[task][1]) for name, task in loaded}
 
 
 def _check_unread(options: DatasetOptions) -> None:
@@ -124,7 +151,7 @@ def _check_unread(options: DatasetOptions) -> None:
             raise ConfigError(f"data.{name}={value}: has no effect with data.train={PREFIX}TASK")
 
 
-def _load(task: str, options: DatasetOptions, config: Any) -> Dataset:
+def _load(maker: EntryMaker, task: str, options: DatasetOptions, config: Any) -> Dataset:
     """Return the splits of one task. Raises: ConfigError: an option is wrong."""
     chosen = options.options.get(task, {})
     key = f"data.options.{task}"
@@ -147,15 +174,10 @@ def _load(task: str, options: DatasetOptions, config: Any) -> Dataset:
     splits: dict[str, DataSplit] = {}
     for split in SPLITS:
         size = DEFAULT_SIZES[split] if sizes[split] < 0 else sizes[split]
-        records = GeneratedRecords(task, chosen, split, size)
+        records = GeneratedRecords(maker, task, chosen, split, size)
         splits[split] = DataSplit(name=f"{task} ({split})", records=records, numbers=range(size))
-    try:
-        first = splits["train"].record(0)
-        held_out = [splits[name].record(0) for name in SPLITS[1:] if splits[name].numbers]
-    except ConfigError:
-        raise
-    except Exception as error:  # The library's checks raise AssertionError and more.
-        raise ConfigError(f"{key}={chosen}: {type(error).__name__}: {error}") from error
+    first = splits["train"].record(0)
+    held_out = [splits[name].record(0) for name in SPLITS[1:] if splits[name].numbers]
     prompts = PromptMaker(options, first)
     for record in [first, *held_out]:
         prompts.make(record, f"the first record of {task}")

@@ -6,6 +6,7 @@ Grader processes load this file by its path, so it imports no module of the prod
 import importlib
 import json
 import logging
+import random
 import re
 import unicodedata
 from collections.abc import Callable, Mapping
@@ -283,9 +284,15 @@ def _generator(task: str, options: str, seed: int) -> Any:
 
 
 def generated_entry(record: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the generator of a record and its entry, made again from the record's seed."""
+    """Return the generator of a record and its entry, made from the record's seed.
+
+    Some generators iterate over sets, so the process must have a fixed PYTHONHASHSEED.
+    """
     options = json.dumps(record["options"], sort_keys=True)
     seed = int(record["seed"])
+    # Some generators draw from the process-wide random generators.
+    random.seed(seed)
+    importlib.import_module("numpy").random.seed(seed % 2**32)
     generator = _generator(record["task"], options, 0)
     try:
         return generator, generator[seed]
@@ -294,14 +301,26 @@ def generated_entry(record: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         return generator, generator[0]
 
 
+def generated_texts(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the question and the reference answer of the entry of a record."""
+    _, entry = generated_entry(record)
+    return {"question": entry["question"], "answer": entry["answer"]}
+
+
 def verifier(completion: str, record: Mapping[str, Any]) -> float:
     """Return the score of an answer, in [0, 1], by the verifier of the generated task.
 
     The answer is the content of the last <answer> tags, or else the final answer.
 
-    Raises: ValueError: as `verified`.
+    Raises: ValueError: as `verified`, or the entry is not that of the record.
     """
     generator, entry = generated_entry(record)
+    for name in ("question", "answer"):
+        if str(entry[name]) != str(record[name]):
+            raise ValueError(
+                f"{record['task']} generates another {name} from the seed {record['seed']} than"
+                f" that of the record: {entry[name]!r:.100}, not {record[name]!r:.100}"
+            )
     tagged = TAGGED.findall(completion)
     answer = tagged[-1].strip() if tagged else final_answer(completion)
     return verified(generator, entry, answer, task=record["task"])

@@ -1,5 +1,6 @@
 """Laws of generated tasks: their splits, options and verifier, with the real package."""
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -99,6 +100,64 @@ for data, words in (
     assert words in line, (words, line)
 print("equal")
 """
+
+
+# Their generators depend on the hash seed or on the process-wide random generator.
+REPEATED = r"""
+import asyncio
+import hashlib
+import sys
+
+sys.path.insert(0, "ROOT")
+from common.config.envs import DatasetOptions, EnvsSection
+from common.errors import EnvFailure
+from envhub.env import Style
+from envhub.envs.dataset.env import make_spec
+
+TASKS = ("polynomial_multiplication", "ransom_note", "isomorphic_strings", "list_functions")
+
+
+async def main():
+    sizes = {"train_size": 20, "validation_size": 1, "eval_size": 1, "reward_retries": 0}
+    options = DatasetOptions(train="reasoning_gym:" + ",".join(TASKS), **sizes)
+    spec = make_spec(EnvsSection(dataset=options))
+    texts = []
+    for task in TASKS:
+        for index in (4, 1, 0) if sys.argv[1] == "1" else (0, 1, 4):
+            env = spec.make(Style.COMPACT)
+            texts.append((await env.reset(f"{task}-train-{index}", 0), task, index))
+            assert (await env.step(await env.expert_action())).reward == 1.0, texts[-1]
+    env = spec.make(Style.COMPACT)
+    await env.reset("ransom_note-train-0", 0)
+    env._record = {**env._record, "question": "Another one?"}
+    try:
+        await env.step("True")
+    except EnvFailure as error:
+        assert "ransom_note generates another question from the seed" in str(error), error
+    else:
+        raise AssertionError("another question was scored")
+    await spec.stop()
+    print(hashlib.sha256(repr(sorted(texts)).encode()).hexdigest())
+
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_reference_answers_of_generated_tasks_are_right_in_every_process() -> None:
+    python = python_with("reasoning-gym==0.1.25", sees_ours=True)
+    argv = [python, "-W", "ignore", "-c", REPEATED.replace("ROOT", str(ROOT))]
+    digests: set[str] = set()
+    for seed in ("0", "1"):
+        environ = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [*argv, seed], cwd=ROOT, env=environ, capture_output=True, encoding="utf-8", timeout=140
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        digests.add(done.stdout)
+    assert len(digests) == 1
 
 
 @pytest.mark.long
