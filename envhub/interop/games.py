@@ -8,8 +8,9 @@ import hashlib
 import random
 import re
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Protocol
 from urllib.parse import parse_qsl
@@ -32,7 +33,7 @@ LONG_NUMBER = re.compile(rf"\d{{{MAX_DIGITS + 1}}}")
 EXAMPLE = re.compile(r"\[(?![A-Z]{2,}|Player)[^\[\]\n]{1,40}\]")  # "[GAME]" names a speaker.
 MAX_SAMPLES = 16
 FORM = 'Answer with one action{}. What follows "Action:" is played.'
-SEEDING = threading.Lock()  # Games draw from the process-wide random generators.
+DRAWING = threading.Lock()  # Games draw from the process-wide random generators.
 
 
 class Game(Protocol):
@@ -84,6 +85,39 @@ def parse_reference(text: str) -> tuple[str, GameOptions]:
     return name, options
 
 
+class Draws:
+    """The states of the process-wide random generators of one episode.
+
+    Example: two episodes play in turn in one process. The numbers that each of them draws are
+    those that it draws alone.
+    """
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()
+
+    def seed(self, seed: int) -> None:
+        """Begin the states that follow a seed."""
+        self._python = random.Random(seed).getstate()
+        self._numpy = np.random.RandomState(seed % 2**32).get_state()
+
+    @contextmanager
+    def used(self) -> Generator[None]:
+        """Let the calls of one thread draw from these states."""
+        with DRAWING:
+            outer_python = random.getstate()
+            outer_numpy = np.random.get_state()
+            random.setstate(self._python)
+            np.random.set_state(self._numpy)
+            try:
+                yield
+            finally:
+                self._python = random.getstate()
+                self._numpy = np.random.get_state()
+                random.setstate(outer_python)
+                np.random.set_state(outer_numpy)
+
+
 class SeededEnv:
     """An episode of a game; each item is a seed."""
 
@@ -92,6 +126,7 @@ class SeededEnv:
         self._subset = subset
         self._rule = rule
         self._rewards = Rewards(rule)
+        self._draws = Draws()
         self._first = self._text = ""
         self._reward = rule.start_score
 
@@ -100,17 +135,17 @@ class SeededEnv:
         item = parse_item(item_id, {SUBSET: self._subset})
         self._rewards = Rewards(self._rule)
         self._reward = self._rule.start_score
-        with SEEDING:
-            game_seed = FIRST_SEEDS[item.split] + item.index
-            random.seed(game_seed)
-            np.random.seed(game_seed % 2**32)
+        game_seed = FIRST_SEEDS[item.split] + item.index
+        self._draws.seed(game_seed)
+        with self._draws.used():
             self._first = self._text = self._game.begin(game_seed)
         return self._first
 
     def step(self, action: str) -> StepResult:
         """Play the text after the last "Action:". Raises: EnvFailure: an invalid reward."""
         try:
-            moved = self._game.act(action_text(action))
+            with self._draws.used():
+                moved = self._game.act(action_text(action))
         except BadAction as error:
             return StepResult(
                 observation=str(error), reward=self._reward, done=False, is_valid=False
@@ -163,12 +198,24 @@ def _moved(game: Any, text: str) -> ActionResult:
     state = game.state
     if not is_done:
         is_valid = not getattr(state, "error_count", 0)
-        observation = str(game.get_observation()[1])
-        return ActionResult(text=observation, reward=None, is_done=False, is_valid=is_valid)
+        shown = str(game.get_observation()[1])
+        return ActionResult(text=shown, reward=None, is_done=False, is_valid=is_valid)
     reward = (state.rewards or {}).get(0)
     reason = str((state.game_info or {}).get(0, {}).get("reason") or info or "")
     is_valid = not (state.game_info or {}).get(0, {}).get("invalid_move", False)
     return ActionResult(text=reason, reward=reward, is_done=True, is_valid=is_valid)
+
+
+def new_text(before: str, shown: str, own: str) -> str:
+    """Return the part of a transcript that the player has not seen.
+
+    Args:
+        before: the transcript before the move.
+        shown: the transcript after it. The whole text is new unless it continues `before`.
+        own: the entry of the move in the transcript, which is left out.
+    """
+    added = shown.removeprefix(before)
+    return added.removeprefix(own) or shown
 
 
 class TextArenaGame:
@@ -181,6 +228,7 @@ class TextArenaGame:
         self._make: Callable[[], Any] = partial(library.make, env_id=name)
         self._game = self._make()
         self._samples: list[str] = []
+        self._shown = ""  # The last text of the game, which often is the whole transcript.
 
     def samples(self) -> list[str]:
         """Return the moves in brackets of the first observation that a copy of the game accepts."""
@@ -199,14 +247,23 @@ class TextArenaGame:
         """Create a new game and return its first observation; `reset` alone keeps old messages."""
         self._game = self._make()
         self._game.reset(num_players=1, seed=seed)
-        first = str(self._game.get_observation()[1])
-        self._samples = [*dict.fromkeys(EXAMPLE.findall(first))][:MAX_SAMPLES]
-        return first
+        self._shown = str(self._game.get_observation()[1])
+        self._samples = [*dict.fromkeys(EXAMPLE.findall(self._shown))][:MAX_SAMPLES]
+        return self._shown
 
     def act(self, text: str) -> ActionResult:
         """Play a move; TextArena reports the reward at the end. Raises: BadAction."""
         _check_playable(text)
-        return _moved(self._game, text)
+        num_logged = len(self._game.state.logs)
+        moved = _moved(self._game, text)
+        if moved.is_done:
+            return moved
+        before = self._shown
+        self._shown = moved.text
+        role = self._game.state.role_mapping.get(0, "Player 0")
+        logged = self._game.state.logs[num_logged:]
+        own = "".join(f"\n[{role}] {entry}" for player, entry in logged if player == 0)
+        return replace(moved, text=new_text(before, self._shown, own))
 
     def close(self) -> None:
         """Do nothing: a game is only an object."""

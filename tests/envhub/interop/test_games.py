@@ -1,6 +1,7 @@
 """Laws of games by name: gymnasium's with the package of ours, TextArena's with one of its own."""
 
 import json
+import random
 import shlex
 import string
 import subprocess
@@ -9,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
+import numpy as np
 import pytest
 
 from common.errors import ConfigError
 from envhub.catalogue.registry import Registry
 from envhub.env import EnvFailure, Style
 from envhub.envs import bfcl
-from envhub.interop.games import make_spec
+from envhub.interop.games import make_spec, new_text
 from envhub.interop.yaml_environments import PACKAGES, optional_package
 from tests.venvs import python_with
 
@@ -195,6 +197,88 @@ def test_textarena_game_runs_with_own_package(repository: Path) -> None:
     assert told[0][2] is False  # no number in brackets
     assert all(reward == 0 and not is_done for reward, is_done, _, _ in told[:-1])
     assert told[-1] == [1.0, True, True, True]
+
+
+NEW_TEXTS = """
+import json
+import random
+
+from envhub.catalogue.registry import Registry
+from envhub.env import Style
+
+spec = Registry(["textarena:FrozenLake-v0"]).spec("FrozenLake-v0")
+env = spec.make(Style.COMPACT)
+before = random.getstate()
+first = env.reset("all-train-0", 0)
+texts = [env.step(move).observation for move in ("[down]", "no", "[up]")]
+assert random.getstate() == before, "an episode changes the process-wide generator"
+print(json.dumps([first, texts]))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_textarena_observation_is_what_the_last_one_lacks(repository: Path) -> None:
+    python = python_with("textarena==0.7.4", sees_ours=True)
+    argv = [python, "-c", NEW_TEXTS]
+    done = subprocess.run(argv, cwd=repository, capture_output=True, encoding="utf-8", timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, texts = json.loads(done.stdout.splitlines()[-1])
+    assert "Welcome to Frozen Lake!" in first
+    assert not any("Welcome" in text or "[Player]" in text for text in texts)
+    assert [text.split("]")[0] for text in texts] == ["\n[GAME"] * 3
+    assert texts[0].count("Current Board") == texts[2].count("Current Board") == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "shown", "own", "new"),
+    [
+        ("rules", "rules\n[A] up\n[GAME] moved", "\n[A] up", "\n[GAME] moved"),
+        ("rules", "rules and a board", "", " and a board"),
+        ("board 1", "board 2", "", "board 2"),
+        ("board", "board", "", "board"),  # An observation is never empty.
+        ("rules", "rules\n[A] up", "\n[A] up", "rules\n[A] up"),
+    ],
+)
+def test_new_text_of_a_transcript(before: str, shown: str, own: str, new: str) -> None:
+    assert new_text(before, shown, own) == new
+
+
+class Dice(gymnasium.Env[str, str]):
+    """Throw a die of the process-wide generators."""
+
+    action_space = gymnasium.spaces.Text(8, charset="abcdefgh")
+    observation_space = gymnasium.spaces.Text(64, charset=string.printable)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+        """Throw."""
+        return self.thrown(), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Throw."""
+        return self.thrown(), 0.0, False, False, {}
+
+    def thrown(self) -> str:
+        return f"{random.random()} {np.random.random()}"
+
+
+def test_process_wide_draws_of_an_episode_do_not_depend_on_other_episodes() -> None:
+    gymnasium.register("Dice-v0", entry_point=lambda **_: Dice())
+    spec = make_spec("gymnasium:Dice-v0")
+    assert spec.is_repeatable
+    env: Any = spec.make(Style.COMPACT)
+    other: Any = spec.make(Style.COMPACT)
+
+    def played(*, is_alone: bool) -> list[str]:
+        texts = [env.reset("all-train-3", 0)]
+        for _ in range(3):
+            if not is_alone:
+                other.reset("all-train-4", 0)
+                other.step("a")
+            texts.append(env.step("a").observation)
+        return texts
+
+    assert played(is_alone=True) == played(is_alone=False)
 
 
 SAMPLES = """
