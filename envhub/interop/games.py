@@ -85,7 +85,7 @@ def parse_reference(text: str) -> tuple[str, GameOptions]:
     return name, options
 
 
-class Draws:
+class RandomStates:
     """The states of the process-wide random generators of one episode.
 
     Example: two episodes play in turn in one process. The numbers that each of them draws are
@@ -126,7 +126,7 @@ class SeededEnv:
         self._subset = subset
         self._rule = rule
         self._rewards = Rewards(rule)
-        self._draws = Draws()
+        self._draws = RandomStates()
         self._first = self._text = ""
         self._reward = rule.start_score
 
