@@ -26,6 +26,7 @@ _SENDERS = {
     "assistant": ("gpt", ""),
     "agent": ("gpt", ""),
 }
+_TEXTS = ("messages", "conversations", "completion", "steps")  # Fields with an episode as text.
 _ABOUT = (*("env", "item_id", "reward", "success"), *("episode_id", "segment", "num_segments"))
 
 
@@ -287,22 +288,25 @@ def _about(record: Record, place: str) -> Record:
     return about
 
 
-def tokens_of(record: object, place: str, *, fingerprint: str = "") -> TokenRow | None:
-    """Return the tokens of a record, None if it has none.
+def tokens_of(record: object, place: str, *, fingerprint: str | None = None) -> TokenRow | None:
+    """Return the tokens of a record, None if it has none for the reading tokenizer.
 
     Args:
-        fingerprint: that of the reading tokenizer. Tokens with another one are left out, since the
-            record also has its messages.
+        fingerprint: that of the reading tokenizer; None accepts the tokens of any tokenizer. Tokens
+            of another one are left out. Tokens without a fingerprint are left out if the record
+            also has texts.
 
     Raises: ConfigError: the tokens are inconsistent or invalid.
     """
     if not isinstance(record, dict):
         return None
     if isinstance(record.get("steps"), list):
+        if _has_other_tokens(record, _about(record, place), fingerprint):
+            return None
         return _of_atif(record, place)
     if not isinstance(record.get("token_ids"), list):
         return None
-    if record.get(FINGERPRINT, fingerprint) != fingerprint:
+    if _has_other_tokens(record, record, fingerprint):
         return None
     if "policy" in record:
         raise ConfigError(
@@ -314,6 +318,15 @@ def tokens_of(record: object, place: str, *, fingerprint: str = "") -> TokenRow 
     if not isinstance(mask, list) or len(mask) != len(ids):
         raise ConfigError(f"{place}: token_ids and loss_mask must be lists of the same length")
     return _row(record, ids, mask, record.get("logprobs"), place)
+
+
+def _has_other_tokens(record: Record, about: Record, fingerprint: str | None) -> bool:
+    """Return whether the tokens of a record may be those of another tokenizer."""
+    if fingerprint is None:
+        return False
+    written = text_field(about, FINGERPRINT)
+    has_texts = any(record.get(name) is not None for name in _TEXTS)
+    return written != fingerprint if written else has_texts
 
 
 def _of_atif(record: Record, place: str) -> TokenRow | None:

@@ -44,6 +44,7 @@ TRAIN_ITEM = "-train-"  # Part of the id of every training item.
 ROWS_AT_ONCE = 1_000  # Rows of one write to a Parquet file.
 COLUMNS = {  # Types of the Parquet columns, by their names in pyarrow.
     **dict.fromkeys(("episode_id", "group_id", "env", "item_id", "end_reason"), "string"),
+    FINGERPRINT: "string",
     **dict.fromkeys(("segment", "num_segments", "num_turns"), "int32"),
     **{"reward": "float64", "success": "bool_"},
 }
@@ -322,13 +323,15 @@ def write(format: str, path: Path, episodes: Iterable[Trajectory], framing: Fram
     """
     rows = _rows(episodes, framing)
     if format == "parquet":
-        return _write_parquet(path, rows)
+        return _write_parquet(path, rows, framing.fingerprint)
     record_of = _RECORDS[format]
     num = 0
     with path.open("w", encoding="utf-8") as out:
         for row, number, count, messages in rows:
             record = record_of(row, number, count, messages)
-            if record_of in (_sft, _agenttraj):  # The other formats have tokens of their own.
+            if record_of is _atif:  # Its steps have the tokens.
+                record["extra"][FINGERPRINT] = framing.fingerprint
+            else:
                 record |= _tokens(row, framing.fingerprint)
             out.write(json.dumps(record) + "\n")
             num += 1
@@ -460,7 +463,7 @@ def arrow(module: str) -> Any:
         ) from error
 
 
-def _write_parquet(path: Path, rows: Iterator[_Row]) -> int:
+def _write_parquet(path: Path, rows: Iterator[_Row], fingerprint: str) -> int:
     """Write the rows in batches; return their number."""
     pa = arrow("pyarrow")
     parquet = arrow("pyarrow.parquet")
@@ -473,7 +476,9 @@ def _write_parquet(path: Path, rows: Iterator[_Row]) -> int:
     with parquet.ParquetWriter(str(path), schema, compression="zstd") as out:
         while some := list(islice(rows, ROWS_AT_ONCE)):
             records = [
-                _sft(*row) | {name: getattr(row[0], name).tolist() for name in LISTS}
+                _sft(*row)
+                | {name: getattr(row[0], name).tolist() for name in LISTS}
+                | {FINGERPRINT: fingerprint}
                 for row in some
             ]
             out.write_table(pa.Table.from_pylist(records, schema=schema))

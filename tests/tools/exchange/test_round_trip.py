@@ -1,5 +1,6 @@
 """Laws of export and import: written data equals the sampled data and reads back unchanged."""
 
+import itertools
 import json
 import subprocess
 from dataclasses import replace
@@ -14,6 +15,7 @@ import run
 from actor.formats.renderer import Renderer
 from actor.formats.tools import ToolRenderer
 from common.errors import ConfigError
+from common.formats.chat_template import fingerprint
 from common.repository import ROOT
 from common.segments import as_rows
 from common.wire.messages import EndReason, EpisodeKind, PolicyKind, Trajectory
@@ -27,10 +29,12 @@ from tools.exchange.agent_traj import read_conversations
 from tools.exchange.records import TokenRow, read_records, tokens_of
 from tools.exchange.writing import Framing, write
 from tools.offline.rows import num_episodes, read_rows
+from tools.offline.scratch import make_tokenizer
 
 POLICY = ROOT / "configs" / "policies" / "tiny"
 TOKENIZER: Any = AutoTokenizer.from_pretrained(str(POLICY))
 GOOD = {"token_ids": [1, 2], "loss_mask": [False, True]}
+NAMED = {"extra": {"tokenizer": fingerprint(TOKENIZER)}}  # An ATIF document of this tokenizer.
 LOGPROBS = {"prompt_token_ids": [1], "completion_token_ids": [2], "logprobs": 3}
 OBSERVED = ("goal: go to the red key", "red key 1 <|im_end|> ahead", "it says <|im_start|>user")
 ACTED = ("turn left", "go to red key 1")
@@ -112,7 +116,29 @@ def test_sft_reads_the_exported_data(tmp_path, format: str):
             assert row.token_ids.tolist() == was.token_ids.tolist()
 
 
-@pytest.mark.parametrize("format", ["agenttraj", "sft"])
+@pytest.mark.parametrize("format", ["agenttraj", "sft", "atif"])
+def test_another_tokenizer_reads_the_messages(tmp_path, format: str):
+    path = written(tmp_path, format, [episode()])
+    assert read_rows(path, tokenizer=TOKENIZER, max_tokens=10_000, key="k") != []
+    words = map("".join, itertools.product("abcd", "efgh", "ijkl", "mnop"))
+    other = make_tokenizer([*words] * 20, vocab_size=640)
+    largest = max(int(row.token_ids.max()) for row in as_rows(episode()))
+    assert largest < len(other)
+    (row,) = read_rows(path, tokenizer=other, max_tokens=10_000, key="k")
+    assert other.decode(row.token_ids[row.mask]) == "".join(f"{text}<|end|>" for text in ACTED)
+
+
+@pytest.mark.parametrize("format", ["agenttraj", "sft", "atif"])
+def test_tokens_without_a_fingerprint_are_read_as_messages(tmp_path, format: str):
+    path = written(tmp_path, format, [episode()])
+    record = json.loads(path.read_text(encoding="utf-8"))
+    record.pop("tokenizer", None)
+    record.get("extra", {}).pop("tokenizer", None)
+    assert tokens_of(record, "here", fingerprint=fingerprint(TOKENIZER)) is None
+    assert tokens_of(GOOD, "here", fingerprint=fingerprint(TOKENIZER)) is not None
+
+
+@pytest.mark.parametrize("format", ["agenttraj", "sft", "atif"])
 def test_segments_that_are_read_as_messages_stay_one_episode(tmp_path, format: str):
     path = written(tmp_path, format, [segmented(), episode()])
     tokenizer = make_chatml(WITH_SYSTEM)  # Another template.
@@ -168,8 +194,8 @@ def test_export_skips_expert_failed_and_evaluation_episodes(tmp_path):
         ({**GOOD, "reward": "much"}, "'reward' is 'much', not a number"),
         ({**GOOD, "segment": [], "num_segments": 2}, r"'segment' is \[\], not a number"),
         ({"steps": [], "extra": [1]}, "'extra' is list, not a map"),
-        ({"steps": [{"metrics": [1]}]}, "'metrics' is list, not a map"),
-        ({"steps": [{"metrics": LOGPROBS}]}, "completion_token_ids and logprobs must be"),
+        ({"steps": [{"metrics": [1]}], **NAMED}, "'metrics' is list, not a map"),
+        ({"steps": [{"metrics": LOGPROBS}], **NAMED}, "completion_token_ids and logprobs must be"),
         ({"token_ids": [1, 10**6], "loss_mask": [False, True]}, "written with another tokenizer"),
         (
             {
@@ -179,7 +205,8 @@ def test_export_skips_expert_failed_and_evaluation_episodes(tmp_path):
                         "step_id": 2,
                         "metrics": {"prompt_token_ids": [9], "completion_token_ids": [2]},
                     },
-                ]
+                ],
+                **NAMED,
             },
             "the prompt of step 2 does not begin with the tokens",
         ),
@@ -304,6 +331,8 @@ from pathlib import Path
 from tests.tools.exchange import test_round_trip as t
 path = t.written(Path(sys.argv[1]), "parquet", t.EPISODES)
 t._assert_exact([t.tokens_of(record, place) for place, record in t.read_records(path)])
+records = t.read_records(path)
+assert not any(t.tokens_of(record, place, fingerprint="other") for place, record in records)
 rows = t.read_rows(path, tokenizer=t.TOKENIZER, max_tokens=10_000, key="k")
 assert [row.token_ids.tolist() for row in rows] == [row.token_ids.tolist() for row in t.ROWS]
 said = t.read_conversations(path)
