@@ -15,7 +15,7 @@ from actor.rollout.context import Render
 from actor.rollout.env_client import HubStepResult
 from common.config.actor import AgentFormat
 from common.errors import ConfigError
-from common.formats.answers import ARGUMENT, NO_TOOLS, read_react, sent
+from common.formats.answers import ARGUMENT, CALL_BEGIN, NO_TOOLS, read_react, sent
 from common.formats.calls import NAME, CallForm
 from common.formats.turn_ends import TurnEnd
 from common.formats.turns import USER, Message
@@ -70,7 +70,7 @@ def fault_of(render: Render, token_ids: list[int]) -> str:
 
 
 def explained(render: Render, token_ids: list[int], result: HubStepResult) -> str:
-    """Return the observation after an answer without an action, with the reason before it."""
+    """Return the observation after an invalid action; after a faulty call, with the reason."""
     fault = fault_of(render, token_ids)
     return f"[invalid call: {fault}]\n{result.observation}" if fault else result.observation
 
@@ -198,9 +198,16 @@ class ToolRenderer(Renderer):
         )
 
     def called(self, token_ids: list[int]) -> str | None:
-        """Return the action for the environment; None: the answer calls no tool, or several."""
+        """Return the action for the environment; None: a faulty call, several calls, or none.
+
+        With tools of the environment, an answer without a call is the action itself. A call that
+        is not in the form of the chat template is faulty.
+        """
         assert isinstance(self.calls, CallForm)
-        _, calls = self.calls.read(self.call_text(token_ids), self._tools)
+        text = self.call_text(token_ids)
+        _, calls = self.calls.read(text, self._tools)
+        if self._own and not (calls or self.calls.fault(text) or CALL_BEGIN.search(text)):
+            return self.action_text(token_ids) or None
         return sent(calls, self._names, has_one=not self._own)
 
     def fault_of(self, token_ids: list[int]) -> str:

@@ -348,7 +348,8 @@ async def _turns(
         play.earlier_s += result.earlier_s
         play.answered(action or "", result, took_s, is_read=is_read)
         reflects = play.is_to_reflect(room.options)
-        seen = result.observation if action else explained(render, taken.token_ids, result)
+        is_accepted = action is not None and result.is_valid
+        seen = result.observation if is_accepted else explained(render, taken.token_ids, result)
         if result.done:
             if result.is_truncated and play.keeps_last:
                 history.last(seen, taken, turn, reflects=reflects)

@@ -1,7 +1,8 @@
 """Extracts the action from an agent's answer: plain text, ReAct's `Action:`, or a tool call.
 
 An answer that cannot be parsed has no action. The actor then sends "" to the environment, which
-refuses it with its own message, and the turn counts as invalid.
+refuses it with its own message, and the turn counts as invalid. With tools of the environment, an
+answer without a call is a text, which the environment accepts or refuses.
 """
 
 import json
@@ -28,6 +29,8 @@ TEXT_ANSWERS = "\nWhat is no call is your answer, and ends the episode."
 LISTED = re.compile(  # Matches the list of `tools_text`.
     rf"Tools:\n(?:- .*\n)*{re.escape(TOOL_FORM)}(?:{re.escape(TEXT_ANSWERS)})?"
 )
+# Matches the beginning of a call in the form of `TOOL_FORM`.
+CALL_BEGIN = re.compile(r"""\{\s*["'](?:tool|tool_name|name|arguments)["']\s*:""")
 ANY_FORM = (  # Forms of calls to try if the chat template is unknown.
     CallForm(),
     CallForm(arguments_key="parameters"),

@@ -30,7 +30,14 @@ from envhub.env import (
     SubsetSpec,
     parse_item,
 )
-from envhub.interop.texts import BadAction, check_sendable, parse_json, shortened
+from envhub.interop.texts import (
+    BadAction,
+    arguments_of,
+    check_sendable,
+    is_call,
+    parse_json,
+    shortened,
+)
 from envhub.interop.yaml_environments import optional_package
 
 EXTRA = "bfcl"
@@ -256,19 +263,19 @@ class BfclEnv:
     def _call_of(self, action: str) -> str | None:
         """Return a call as Python text made of literals; None: the action calls nothing.
 
-        Raises: BadAction: a call of an unknown tool or with arguments that it does not have.
+        Raises: BadAction: an empty action, or a call of an unknown tool or with arguments that it
+            does not have.
         """
-        text = action.rpartition("Action:")[2].strip()
-        if "{" not in text:
+        if not action.strip():
+            raise BadAction("The answer has no call and no text.")
+        if not is_call(action):
             return None
-        call = parse_json(text)
+        call = parse_json(action)
         name = call.get("tool") or call.get("name")
         offered = self._offered()
         if not isinstance(name, str) or name not in offered:
             raise BadAction(f"No tool {name!r:.100}; there are: {', '.join(offered)}.")
-        arguments = call.get("arguments", {})
-        if not isinstance(arguments, dict):
-            raise BadAction('"arguments" must be a JSON object.')
+        arguments = arguments_of(call)
         check_sendable(arguments)
         return as_python(name, arguments, offered[name]["parameters"])
 

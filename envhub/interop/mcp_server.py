@@ -33,6 +33,7 @@ from envhub.interop.texts import (
     RewardRule,
     Rewards,
     check_sendable,
+    is_call,
     parse_tool_call,
     reported_truth,
     sample_call,
@@ -398,9 +399,9 @@ class McpEpisode:
     def _parse(self, action: str) -> tuple[str, dict[str, Any]]:
         """Return the tool that a text calls, and its arguments. Raises: BadAction."""
         text = action_text(action)
-        if self._options.plain_answers and text and "{" not in text:
+        if self._options.plain_answers and text and not is_call(action):
             return self._options.submit, {"answer": text}
-        return parse_tool_call(text, list(self._tasks.tools))
+        return parse_tool_call(action, list(self._tasks.tools))
 
     def _check(self, name: str, arguments: dict[str, Any]) -> None:
         """Raise BadAction if the arguments do not match the tool's schema or JSON."""

@@ -3,19 +3,21 @@
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from common.formats.action_size import DEFAULT_ACTION_MIB, MIB
-from common.formats.calls import check_depth
-from envhub.env import EnvFailure, action_text
+from common.formats.answers import CALL_BEGIN
+from common.formats.calls import check_depth, read_arguments
+from envhub.env import LABEL, EnvFailure, action_text
 
 MAX_NUMBER = int(sys.float_info.max)
 MAX_SENT_BYTES = DEFAULT_ACTION_MIB * MIB
 SAMPLES = {"integer": 1, "number": 1, "boolean": True, "array": [], "object": {}, "null": None}
 
 
+CALL_KEYS = frozenset({"tool", "tool_name", "name", "arguments"})
 SUCCESS_KEYS = ("is_success", "success", "episode_success", "is_solved", "solved", "won")
 TRUNCATED_KEYS = ("is_truncated", "truncated")
 
@@ -108,34 +110,66 @@ def reported_truth(fields: Mapping[str, Any], keys: Sequence[str]) -> bool | Non
 
 
 def parse_json(text: str) -> dict[str, Any]:
-    """Return the JSON object of an agent's text: after its last "Action:", fenced or not.
+    """Return the JSON object of an agent's text, fenced or not: the whole text, or an action.
 
     Raises: BadAction.
     """
-    whole = text.strip()
-    candidate = whole if whole.startswith("{") else action_text(text)
-    start = candidate.find("{")
-    end = candidate.rfind("}")
+    refusal = BadAction("The action must be a JSON object.")
+    for candidate in _json_texts(text):
+        start = candidate.find("{")
+        end = candidate.rfind("}")
+        try:
+            parsed = json.loads(candidate[start : end + 1]) if 0 <= start < end else None
+        except (ValueError, RecursionError) as error:
+            refusal = BadAction(f"The action is no JSON: {error}")
+            continue
+        if isinstance(parsed, dict):
+            return parsed
+    raise refusal
+
+
+def _json_texts(text: str) -> Iterator[str]:
+    """Yield the parts of a text that may be its JSON object.
+
+    The last "Action:" may lie in a string of an object that begins before it.
+    """
+    first = LABEL.search(text)
+    for candidate in (text.strip(), text[first.end() :].strip() if first else ""):
+        if candidate.startswith("{"):
+            yield candidate
+    yield action_text(text)
+
+
+def is_call(text: str) -> bool:
+    """Return whether a text calls a tool, or begins a call that cannot be parsed.
+
+    Other texts with braces, such as LaTeX, are answers.
+    """
     try:
-        parsed = json.loads(candidate[start : end + 1]) if 0 <= start < end else None
+        return not CALL_KEYS.isdisjoint(parse_json(text))
+    except BadAction:
+        return any(CALL_BEGIN.search(each) is not None for each in _json_texts(text))
+
+
+def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call: an object, or its JSON text as in OpenAI's form.
+
+    Raises: BadAction: the arguments are no object.
+    """
+    try:
+        return read_arguments(call.get("arguments", {}))
     except (ValueError, RecursionError) as error:
-        raise BadAction(f"The action is no JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise BadAction("The action must be a JSON object.")
-    return parsed
+        raise BadAction(f'"arguments" must be a JSON object: {error}'[:300]) from error
 
 
 def parse_tool_call(text: str, names: Sequence[str]) -> tuple[str, dict[str, Any]]:
     """Return the tool that a text calls, and its arguments. Raises: BadAction."""
     call = parse_json(text)
     name = call.get("tool") or call.get("tool_name") or call.get("name")
-    arguments = call.get("arguments", {})
     if not isinstance(name, str) or name not in names:
         shown = f" {name[:100]!r}" if isinstance(name, str) else ""
         raise BadAction(f"No tool{shown}; there are: {', '.join(names)}.")
-    if not isinstance(arguments, dict):
-        raise BadAction('"arguments" must be a JSON object.')
-    return name, arguments
+    return name, arguments_of(call)
 
 
 def check_sendable(value: object) -> None:

@@ -30,6 +30,7 @@ from envhub.interop.texts import (
     RewardRule,
     Rewards,
     check_sendable,
+    is_call,
     parse_tool_call,
     sample_call,
     shortened,
@@ -257,7 +258,7 @@ class VerifiersEpisode(RemoteEpisode):
         if self._is_done or self._player is None:
             raise RuntimeError("step before reset, or after the episode has ended")
         try:
-            message = self._message(action_text(action))
+            message = self._message(action)
         except BadAction as error:
             return self._result(str(error), is_valid=False)
         line = await self._player.answer(self._name, message)
@@ -285,11 +286,14 @@ class VerifiersEpisode(RemoteEpisode):
         if player is not None:
             player.end(self._name)
 
-    def _message(self, text: str) -> dict[str, Any]:
-        """Return the chat message for a text. Raises: BadAction."""
+    def _message(self, action: str) -> dict[str, Any]:
+        """Return the chat message for an action. Raises: BadAction."""
+        text = action_text(action)
+        if not text:
+            raise BadAction("The answer is empty.")
         message: dict[str, Any] = {"role": "assistant", "content": text}
-        if self._tools and "{" in text:
-            name, arguments = parse_tool_call(text, self._tools)
+        if self._tools and is_call(action):
+            name, arguments = parse_tool_call(action, self._tools)
             check_sendable(arguments)
             function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
             call = {"id": uuid.uuid4().hex, "type": "function", "function": function}

@@ -27,6 +27,7 @@ from envhub.envs.dataset.judges.judge import probe_of
 from envhub.envs.dataset.prompts import SUBMIT, Message, Question, read_tools, tools_of, value_at
 from envhub.envs.dataset.records import SUBSET, Dataset, load_dataset
 from envhub.envs.dataset.rewards import RewardSum, load_rewards
+from envhub.interop.texts import BadAction, arguments_of, parse_json
 
 MARGIN_S = 10.0  # Seconds of a step beyond the limits of its functions.
 NO_ANSWER = "I do not know."
@@ -110,22 +111,33 @@ class DatasetEnv:
         return self._tools if self._task.tools_column else []
 
     async def step(self, action: str) -> StepResult:
-        """Record an answer; at the end of the episode, return its reward. Raises: EnvFailure."""
+        """Record an answer; at the end of the episode, return its reward.
+
+        An empty answer, or a call whose arguments are no object, is an invalid action. It ends an
+        episode only at the limit of turns.
+
+        Raises: EnvFailure.
+        """
         if self._is_done:
             raise RuntimeError("step before reset, or after the episode has ended")
         self._state["num_turns"] += 1
-        completion, call = self._parsed(action)
+        text, is_over = "", True
+        try:
+            completion, call = self._parsed(action)
+        except BadAction as error:
+            completion, call = action, None
+            text, is_over = str(error), False
+        is_valid = is_over
         self._call = call
         self._messages.append({"role": "assistant", "content": completion})
-        text, is_over = "", True
-        if self._task.step is not None and not (self._tools and call is None):
+        if is_valid and self._task.step is not None and not (self._tools and call is None):
             text, is_over = await self._answered(self._task.step, completion, call)
         is_last = self._state["num_turns"] >= self._max_turns
         if not is_over and not is_last:
             self._messages.append({"role": "user", "content": text})
             reward = self._task.rewards.start_score
-            return StepResult(observation=text, reward=reward, done=False, is_valid=True)
-        return await self._scored(completion, text, is_limit=not is_over)
+            return StepResult(observation=text, reward=reward, done=False, is_valid=is_valid)
+        return await self._scored(completion, text, is_limit=not is_over, is_valid=is_valid)
 
     def save(self) -> dict[str, Any]:
         """Return the conversation, and the state that the functions of the user receive."""
@@ -135,7 +147,9 @@ class DatasetEnv:
         """Continue a saved conversation."""
         self._messages, self._state = state["messages"], state["state"]
 
-    async def _scored(self, completion: str, text: str, *, is_limit: bool) -> StepResult:
+    async def _scored(
+        self, completion: str, text: str, *, is_limit: bool, is_valid: bool
+    ) -> StepResult:
         """Return the end of the episode with the reward of the answers.
 
         The reward is final also at the limit of turns, so that such an end is no truncation.
@@ -153,7 +167,7 @@ class DatasetEnv:
             observation=text or "The answer was received.",
             reward=scored.total,
             done=True,
-            is_valid=True,
+            is_valid=is_valid,
             is_success=scored.total >= self._task.success_from,
             metrics=metrics,
             facts=self._facts(keywords, columns) if self._task.gives_facts else None,
@@ -170,7 +184,12 @@ class DatasetEnv:
             raise EnvFailure(f"groups.reward cannot receive {self._place}: {error}") from error
 
     def _parsed(self, action: str) -> tuple[str, dict[str, Any] | None]:
-        """Return the answer, and the call of a tool that it makes; None: it calls none."""
+        """Return the answer, and the call of a tool that it makes; None: it calls none.
+
+        Raises: BadAction.
+        """
+        if not action.strip() and (self._tools or self._task.step is not None):
+            raise BadAction("The answer is empty.")
         call = tool_call_of(action) if self._tools else None
         if call is not None and call["tool"] == SUBMIT:
             return str(call["arguments"].get("answer", "")), None
@@ -268,16 +287,17 @@ def with_submit(tools: list[dict[str, Any]], *, has_step: bool) -> list[dict[str
 
 
 def tool_call_of(action: str) -> dict[str, Any] | None:
-    """Return {"tool", "arguments"} of an action; None: it is no call."""
-    text = action.rpartition("Action:")[2].strip()
+    """Return {"tool", "arguments"} of an action; None: it is no call.
+
+    Raises: BadAction: the arguments are no object.
+    """
     try:
-        call = json.loads(text)
-    except (ValueError, RecursionError):
+        call = parse_json(action)
+    except BadAction:
         return None
-    if not isinstance(call, dict) or not isinstance(call.get("tool"), str):
+    if not isinstance(call.get("tool"), str):
         return None
-    arguments = call.get("arguments", {})
-    return {"tool": call["tool"], "arguments": arguments if isinstance(arguments, dict) else {}}
+    return {"tool": call["tool"], "arguments": arguments_of(call)}
 
 
 def check(options: EnvsSection) -> list[str]:

@@ -168,7 +168,7 @@ def test_malformed_call_is_an_invalid_action_with_a_reason(name: str) -> None:
         assert action is None
         assert reason in fault_of(render, ids), each
     (ids,) = [sampled(vocabulary(name), f"{closes_of(render)}I go.")]
-    assert read(ids)[1] is None
+    assert read(ids)[1] == "I go."
     assert fault_of(render, ids) == "the answer has 0 calls; give one"
 
 

@@ -154,6 +154,27 @@ def test_invalid_call_reaches_the_policy_as_a_reason() -> None:
     assert "[invalid call: the call cannot be read: " in whole
 
 
+def test_answer_without_a_call_is_a_valid_turn_and_two_calls_are_none() -> None:
+    tool = {"name": "go", "description": "", "parameters": {"type": "object", "properties": {}}}
+    render = ToolRenderer(tokenizer_of("qwen2_5"), env="x").of("house", [tool])
+    call = '<tool_call>\n{"name": "go", "arguments": {}}\n</tool_call>'
+    session = Count([go_on(), go_on(is_valid=False), go_on(is_valid=False)])
+    prompts: list[list[int]] = []
+    got = play(
+        session,
+        turns=turns(render, ["It is {a}.", f"{call}\n{call}", "No."]),
+        prompts=prompts,
+        render=render,
+        max_tokens=2_000,
+        turn_tokens=80,
+        options=AgentOptions(format=AgentFormat.FUNCTION_CALL),
+    )
+    assert session.actions == ["It is {a}.", "", "No."]
+    assert got.invalid_turns.tolist() == [False, True, True]
+    assert "invalid call" not in render.shown(prompts[1])
+    assert "[invalid call: the answer has 2 calls; give one]\nab" in render.shown(prompts[2])
+
+
 def test_agent_receives_thoughts_apart_from_the_answer() -> None:
     policy = ByHeart(["Why?\n</think>\n\ngo left", "It is red."], renderer=THINKER)
 

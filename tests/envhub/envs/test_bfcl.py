@@ -71,6 +71,10 @@ assert text in json.loads(shown)["terminal_output"], shown
 bad = two.step('{"tool": "__import__", "arguments": {"name": "os"}}')
 assert not bad.is_valid and "No tool '__import__'" in bad.observation
 assert not two.step('{"tool": "ls", "arguments": {"a=1)": 1}}').is_valid
+# An answer with braces ends the user's turn; an empty action does not.
+begun_turn = two._turn
+assert not two.step("").is_valid and two._turn == begun_turn
+assert two.step("I need the value {zip}.").is_valid and two._turn == begun_turn + 1
 # Tools that are missing at first arrive with their turn.
 late = next(s for s in load_scenarios("miss_func") if "0" not in s.entry["missed_function"])
 turn, names = next(iter(late.entry["missed_function"].items()))
@@ -85,7 +89,7 @@ env.close()
 # Too many calls end the episode.
 env = begun("base-train-0")
 for _ in range(21):
-    result = env.step("{}")
+    result = env.step('{"tool": "none"}')
 assert result.done and not result.is_success
 for each in (one, two, env):
     each.close()

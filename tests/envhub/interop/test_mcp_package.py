@@ -19,6 +19,9 @@ from common.errors import ConfigError
 from common.formats.answers import CALLS, worded
 from common.repository import ROOT
 from envhub.catalogue.registry import Registry
+from envhub.env import SubsetSpec
+from envhub.interop.mcp_server import McpEpisode, McpOptions, Tasks
+from envhub.interop.texts import BadAction, RewardRule
 from tests.actor.formats.test_tools import CALLING
 from tests.end_to_end.runs import Run, balances
 from tests.venvs import python_with
@@ -279,6 +282,30 @@ def test_session_is_an_argument_and_a_server_check_pays(tmp_path: Path) -> None:
     assert all("session" not in episode[0] and "grade" not in episode[0] for episode in told)
     assert [episode[1][0] for episode in told] == ["sum 1 of 1", "sum 1 of 2"]
     assert [episode[2][1:] for episode in told] == [[0.5, True, True, True]] * 2
+
+
+def make_episode(*, options: McpOptions, item: dict[str, Any]) -> McpEpisode:
+    tasks = Tasks(
+        options=options,
+        items=[item],
+        places={"train": [0]},
+        subset=SubsetSpec(num_train=1, num_test=0, max_turns=3),
+        rule=RewardRule(),
+        tools={"submit": {}, "add": {}},
+        grades=False,
+        shared=[],
+    )
+    return McpEpisode(tasks)
+
+
+def test_plain_answer_may_have_braces() -> None:
+    episode = make_episode(options=McpOptions(plain_answers=True), item=ITEMS[0])
+    text = r"The answer is \boxed{42}."
+    assert episode._parse(f"Action: {text}") == ("submit", {"answer": text})
+    assert episode._parse('{"tool": "add"}') == ("add", {})
+    for refused in ("", '{"tool": "add", "arguments": {'):
+        with pytest.raises(BadAction):
+            episode._parse(refused)
 
 
 @pytest.mark.long

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from envhub.env import action_text
-from envhub.interop.texts import BadAction, check_sendable, parse_json, parse_tool_call
+from envhub.interop.texts import BadAction, check_sendable, is_call, parse_json, parse_tool_call
 
 
 def nested(levels: int) -> Any:
@@ -59,3 +59,28 @@ def test_label_in_a_string_belongs_to_the_action(text: str, action: str) -> None
 def test_label_in_a_field_belongs_to_the_action() -> None:
     assert parse_json('{"a": "go. Action: b"}') == {"a": "go. Action: b"}
     assert parse_json('Thought: x\nAction: {"a": "Action: b"}') == {"a": "Action: b"}
+    assert parse_json('Thought: {x}\nAction: {"a": "x. Action: b"}') == {"a": "x. Action: b"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"The answer is \boxed{42}.", False),
+        ("Action: {1, 2}", False),
+        ('{"answer": 7}', False),
+        ('Thought: {"tool": "add"}\nAction: Done.', False),
+        ('Action: {"id": 1, "tool": "add"}', True),
+        ('I call {"tool": "add"}', True),
+        ('Action: {"tool": "add", "arguments": {"a": 1}', True),
+        ('Action: {"tool": "add", "arguments": {"a": "x. Action: b', True),
+    ],
+)
+def test_text_with_a_brace_is_a_call_only_with_a_key_of_calls(text: str, expected: bool) -> None:
+    assert is_call(text) is expected
+
+
+def test_arguments_may_be_json_text_and_must_be_an_object() -> None:
+    assert parse_tool_call('{"tool": "a", "arguments": "{\\"b\\": 1}"}', ["a"]) == ("a", {"b": 1})
+    for arguments in ("[1]", '"b"', "3", "null", '"[1]"'):
+        with pytest.raises(BadAction, match='"arguments" must be a JSON object'):
+            parse_tool_call(f'{{"tool": "a", "arguments": {arguments}}}', ["a"])

@@ -12,7 +12,9 @@ import yaml
 
 from common.errors import ConfigError
 from envhub.catalogue.registry import Registry
-from envhub.env import EnvFailure, EnvSpec, StepResult, Style
+from envhub.env import EnvFailure, EnvSpec, StepResult, Style, SubsetSpec
+from envhub.interop.texts import BadAction, RewardRule
+from envhub.interop.verifiers_taskset import Shared, TasksetOptions, VerifiersEpisode
 from tests.end_to_end.runs import Run, balances
 from tests.envhub.interop.test_verifiers_package import VERIFIERS
 from tests.venvs import python_with
@@ -126,6 +128,27 @@ def play(spec: EnvSpec, episodes: dict[str, list[str]]) -> dict[str, list[Any]]:
         return told
 
     return asyncio.run(all_of())
+
+
+def test_answer_with_braces_is_text_and_an_empty_one_is_invalid() -> None:
+    episode = VerifiersEpisode(
+        Shared(
+            options=TasksetOptions(),
+            folder=Path(),
+            subset=SubsetSpec(num_train=1, num_test=1, max_turns=1),
+            rule=RewardRule(),
+        )
+    )
+    with pytest.raises(BadAction, match="is empty"):
+        episode._message("")
+    episode._tools = ["ring"]
+    text = r"The answer is \boxed{42}."
+    assert episode._message(text) == {"role": "assistant", "content": text}
+    for label in ("", "Action: "):
+        message = episode._message(
+            f'{label}{{"tool": "ring", "arguments": {{"a": "b. Action: c"}}}}'
+        )
+        assert message["tool_calls"][0]["function"]["arguments"] == '{"a": "b. Action: c"}'
 
 
 def figures(result: StepResult) -> tuple[float, bool, bool, bool | None]:

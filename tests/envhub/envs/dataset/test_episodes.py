@@ -98,6 +98,28 @@ def test_tool_calls_reach_the_step_function(tmp_path: Path) -> None:
     assert played(options, call, "I say 7").reward == 1.0  # A text that is no call is the answer.
 
 
+@pytest.mark.parametrize("action", ["", '{"tool": "add", "arguments": [3, 4]}'])
+def test_faulty_call_is_refused_and_the_episode_continues(tmp_path: Path, action: str) -> None:
+    records = [{**each, "tools": TOOLS} for each in GSM8K]
+    options = make(tmp_path, records, tools="tools", step="tool_step")
+    refused = played(options, action)
+    assert (refused.done, refused.is_valid) == (False, False)
+    assert played(options, action, "I say 7").reward == 1.0
+    options = make(tmp_path, records, tools="tools")
+    ended = played(options, action)
+    assert (ended.done, ended.is_valid) == (True, False)
+
+
+def test_call_is_read_with_a_label_or_json_text_in_its_arguments(tmp_path: Path) -> None:
+    records = [{**each, "tools": TOOLS} for each in GSM8K]
+    options = make(tmp_path, records, tools="tools", step="tool_step")
+    noted = json.dumps({"tool": "note", "arguments": {"text": "Next. Action: add"}})
+    assert played(options, noted).observation == "no such tool"
+    assert played(options, f"Action: {noted}").observation == "no such tool"
+    added = json.dumps({"tool": "add", "arguments": json.dumps({"a": 3, "b": 4})})
+    assert played(options, added).observation == "7"
+
+
 @pytest.mark.parametrize(
     ("tools", "step", "words"),
     [
