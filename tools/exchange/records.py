@@ -129,8 +129,8 @@ def preference_of(record: object, place: str) -> tuple[Record, Record] | None:
 
     A preference has TRL's fields `chosen` and `rejected`, as texts or as lists of messages, after
     `prompt`. The lists may repeat the prompt. Without `prompt` both begin with the same messages.
-    Answers of the prompt have weight 0. Both episodes have the rewards 1 and 0, and the place of the record as their item, so
-    that each record is one pair.
+    Answers of the prompt have weight 0. The episodes have the rewards 1 and 0. Their item is the
+    place of the record, so that each record is one pair.
 
     Raises: ConfigError: a field is missing or malformed; names it.
     """

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -89,7 +90,8 @@ def make_pairs(rows: Sequence[Row], cfg: DpoSection, *, seed: int) -> list[Pair]
     Of each item the `max_pairs_per_item` pairs with the largest gaps are kept. Of all pairs,
     `max_pairs` are drawn in a random order that depends on the seed. No episode is on the same side
     of two pairs of an item. An episode of several segments is in no pair, because its reward does
-    not belong to a single segment.
+    not belong to a single segment. Common first tokens count in both episodes of a pair or in
+    neither. A pair without another trained token on one side is left out.
     """
     chooser = random.Random(seed)
     by_item: dict[str, list[Row]] = defaultdict(list)
@@ -103,13 +105,35 @@ def make_pairs(rows: Sequence[Row], cfg: DpoSection, *, seed: int) -> list[Pair]
         best = sorted(members, key=lambda row: -row.reward)
         worst = sorted(members, key=lambda row: row.reward)
         item_pairs = [
-            Pair(chosen=high, rejected=low)
+            _equally_masked(high, low)
             for high, low in zip(best, worst, strict=True)
             if high.reward - low.reward >= cfg.min_gap
         ]
-        pairs += item_pairs[: cfg.max_pairs_per_item]
+        usable = [
+            pair
+            for pair in item_pairs
+            if pair.chosen.mask[1:].any() and pair.rejected.mask[1:].any()
+        ]
+        pairs += usable[: cfg.max_pairs_per_item]
     chooser.shuffle(pairs)
     return pairs[: cfg.max_pairs or None]
+
+
+def _equally_masked(chosen: Row, rejected: Row) -> Pair:
+    """Return a pair in which a common first token is trained in both episodes or in neither.
+
+    The shared turns of a fork are context. With other masks, the loss would lower their probability
+    as that of the trunk alone.
+    """
+    size = min(len(chosen.token_ids), len(rejected.token_ids))
+    is_different = chosen.token_ids[:size] != rejected.token_ids[:size]
+    num_common = int(is_different.argmax()) if is_different.any() else size
+    common = chosen.mask[:num_common] & rejected.mask[:num_common]
+    chosen_mask = np.concatenate([common, chosen.mask[num_common:]])
+    rejected_mask = np.concatenate([common, rejected.mask[num_common:]])
+    return Pair(
+        chosen=replace(chosen, mask=chosen_mask), rejected=replace(rejected, mask=rejected_mask)
+    )
 
 
 def train(

@@ -66,6 +66,19 @@ def test_pairs_per_item_are_bounded_and_use_distinct_episodes() -> None:
     assert len({int(p.rejected.token_ids[1]) for p in pairs}) == 3
 
 
+def test_fork_and_trunk_are_scored_after_their_common_turns() -> None:
+    trunk = row("a", 0.0, [2, 3, 4, 5])
+    tokens = np.array([1, 2, 3, 6, 7], dtype=np.int32)
+    mask = np.array([False, False, False, True, True])
+    fork = replace(trunk, reward=1.0, token_ids=tokens, mask=mask)
+    (pair,) = make_pairs([trunk, fork], DpoSection(), seed=0)
+    for episode in (pair.chosen, pair.rejected):
+        assert episode.mask.tolist() == [False, False, False, True, True]
+    same = replace(fork, token_ids=trunk.token_ids[:3], mask=trunk.mask[:3])
+    assert make_pairs([trunk, replace(same, reward=1.0)], DpoSection(), seed=0) != []
+    assert make_pairs([trunk, replace(same, mask=fork.mask[:3])], DpoSection(), seed=0) == []
+
+
 @pytest.mark.parametrize("has_adapters", [False, True])
 def test_training_prefers_the_chosen_episodes(has_adapters: bool) -> None:
     pairs = [
