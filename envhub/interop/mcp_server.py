@@ -301,11 +301,12 @@ class McpEpisode:
         try:
             name, arguments = self._parse(action)
             self._check(name, arguments)
-            if name == self._options.submit and not self._tasks.grades:
-                return await self._submit(str(arguments["answer"]))
-            result = await self._link.call(name, arguments | self._session)
         except BadAction as error:
             return self._result(str(error), is_valid=False)
+        if name == self._options.submit and not self._tasks.grades:
+            return await self._submit(str(arguments["answer"]))
+        try:
+            result = await self._link.call(name, arguments | self._session)
         except McpFailure as error:
             if not error.is_refusal:
                 raise
@@ -315,7 +316,10 @@ class McpEpisode:
         return self._result(self._tool_text(result))
 
     async def _submit(self, answer: str) -> StepResult:
-        """Return the result for an answer: from the item's `check` tool, or by comparison."""
+        """Return the result for an answer: from the item's `check` tool, or by comparison.
+
+        Raises: McpFailure: the tool failed or refused its arguments, which is no fault of the agent.
+        """
         check = self._item.get("check")
         if check is not None:
             arguments = {"answer": answer, **check.get("arguments", {}), **self._session}

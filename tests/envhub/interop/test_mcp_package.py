@@ -308,6 +308,26 @@ def test_plain_answer_may_have_braces() -> None:
             episode._parse(refused)
 
 
+@pytest.mark.slow
+def test_refusal_of_the_check_tool_is_a_failure_without_reward(tmp_path: Path) -> None:
+    refusing = """
+from mcp.shared.exceptions import MCPError
+
+@server.tool()
+def refuse(answer: str) -> dict:
+    raise MCPError(code=-32602, message="no such answer key")
+
+if __name__"""
+    text = SERVER.replace("\nif __name__", refusing)
+    (tmp_path / "server.py").write_text(text, encoding="utf-8")
+    reference = described(tmp_path, items="mine.json", num_test=0)
+    items = [{"prompt": "Say 8.", "check": {"tool": "refuse"}}]
+    (tmp_path / "mine.json").write_text(json.dumps(items), encoding="utf-8")
+    ((_, failed),), _ = play(reference, ("all-train-0", [call("submit", answer="8")]))
+    assert isinstance(failed, str)
+    assert "tool 'refuse'" in failed
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_paying_tool_may_truncate_succeed_and_pay_negative(tmp_path: Path) -> None:
