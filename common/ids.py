@@ -50,6 +50,11 @@ def subset_of(item_id: str) -> str:
     return item_id.rsplit("-", 2)[0]
 
 
+def is_training_item(item_id: str) -> bool:
+    """Return whether an item id has the split "train": True for "my-test-set-train-17"."""
+    return item_id.rsplit("-", 2)[1:-1] == ["train"]
+
+
 def subset_at(subset: str, low: int, high: int) -> str:
     """Return the name for a subset's items at a distance of `low` to `high` turns: "GoTo@4..8"."""
     return f"{subset}@{low}..{high}"

@@ -31,7 +31,7 @@ from learner.recovery.step_log import PartName
 from tools.cli.command_line import ParsedCommand
 from tools.copies.copier import copy
 from tools.copies.fetch import fetch_run
-from tools.exchange.writing import FORMATS, load_framing, write
+from tools.exchange.writing import FORMATS, load_framing, trainable_episodes, write
 
 USAGE = (
     "journal RUN list|verify|export|prune|copy [to=FILE|URL]"
@@ -171,10 +171,9 @@ def _export(run_dir: RunDir, options: dict[str, str]) -> int:
     if format != "json":
         fix_template(None, run_dir.read_prompt_variables())  # The folder has the run's template.
         framing = load_framing(run_dir.tokenizer, day=run_dir.read_date())
-        episodes = (trajectory for _, trajectory in read_journal(run_dir.journal))
         with contextlib.ExitStack() as stack:
             stack.callback(partial.unlink, missing_ok=True)
-            num = write(format, partial, episodes, framing)
+            num = write(format, partial, trainable_episodes(run_dir.journal), framing)
             partial.replace(target)
         rows = counted(num, "row")
         print(f"wrote {rows} to {target}, without scripted play, held-out items and failures")

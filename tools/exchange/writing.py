@@ -7,6 +7,7 @@ decoded text each one becomes its id between two marks that no text contains.
 
 import itertools
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -25,9 +26,15 @@ from common.errors import ConfigError
 from common.formats.calls import NAME
 from common.formats.chat_template import fingerprint, render_chat
 from common.formats.turn_ends import TurnEnd
+from common.ids import is_training_item
 from common.repository import product_version
 from common.segments import as_rows
+from common.store.run_dir import RunDir
 from common.wire.messages import EpisodeKind, PolicyKind, Trajectory
+from learner.journal.journal import read_journal
+from learner.recovery.reward_log import read_group_rewards
+
+logger = logging.getLogger(__name__)
 
 _OPEN = "\ue000"
 _CLOSE = "\ue001"
@@ -40,7 +47,6 @@ FORMATS = ("json", "agenttraj", "sft", "parquet", "atif")
 ATIF = "ATIF-v1.7"
 FINGERPRINT = "tokenizer"  # Field with the fingerprint of the vocabulary and chat template.
 REST = "rest_token_ids"  # Field of ATIF documents: the tokens after the last agent step.
-TRAIN_ITEM = "-train-"  # Part of the id of every training item.
 ROWS_AT_ONCE = 1_000  # Rows of one write to a Parquet file.
 COLUMNS = {  # Types of the Parquet columns, by their names in pyarrow.
     **dict.fromkeys(("episode_id", "group_id", "env", "item_id", "end_reason"), "string"),
@@ -343,7 +349,7 @@ _Row = tuple[Trajectory, int, int, list[Spoken]]  # Segment, its number, their c
 
 def _rows(episodes: Iterable[Trajectory], framing: Framing) -> Iterator[_Row]:
     """Yield each segment of the exported episodes, with its number and its messages."""
-    for episode in filter(_is_exported, episodes):
+    for episode in filter(_is_trainable, episodes):
         parts = as_rows(episode)
         for number, part in enumerate(parts):
             try:
@@ -353,9 +359,38 @@ def _rows(episodes: Iterable[Trajectory], framing: Framing) -> Iterator[_Row]:
             yield part, number, len(parts), spoken
 
 
-def _is_exported(episode: Trajectory) -> bool:
+def trainable_episodes(journal: Path) -> Iterator[Trajectory]:
+    """Yield the episodes of a journal that the model sampled, with their trained rewards.
+
+    Scripted play, evaluation on held-out items and infrastructure failures are left out. In a run
+    with `groups.reward` the reward is that of the group. Episodes without one are left out, and
+    their number is logged.
+
+    Raises: ConfigError: the log of group rewards is damaged. WireError: the journal is.
+    """
+    log = journal / RunDir(root=journal).group_rewards.name
+    has_rewards = log.exists()
+    rewards = read_group_rewards(log)
+    num_without = 0
+    for _, episode in read_journal(journal):
+        if not _is_trainable(episode):
+            continue
+        reward = rewards.get(episode.group_id)
+        if reward is not None and episode.member in reward.rewards:
+            yield reward.applied(episode)
+        elif has_rewards:
+            num_without += 1
+        else:
+            yield episode
+    if num_without:
+        logger.warning(
+            "%s: left out episodes=%d, because they have no reward of their group", log, num_without
+        )
+
+
+def _is_trainable(episode: Trajectory) -> bool:
     """Return whether an episode was sampled by the model, and may be trained on."""
-    is_held_out = episode.kind is EpisodeKind.EVAL and TRAIN_ITEM not in episode.item_id
+    is_held_out = episode.kind is EpisodeKind.EVAL and not is_training_item(episode.item_id)
     is_failure = episode.end_reason.is_infrastructure_failure
     is_sampled = episode.policy is PolicyKind.MODEL and bool(episode.loss_mask.any())
     return is_sampled and not is_failure and not is_held_out

@@ -11,9 +11,7 @@ from common.config.actor import KeepThinking
 from common.errors import ConfigError
 from common.formats.chat_template import fingerprint
 from common.segments import as_rows
-from common.wire.messages import EpisodeKind, PolicyKind, Trajectory
 from learner.batch.batching import TokenBatch, collate_tokens
-from learner.journal.journal import read_journal
 from tools.exchange.agent_traj import (
     Conversation,
     conversation_of,
@@ -21,7 +19,7 @@ from tools.exchange.agent_traj import (
     valid_conversations,
 )
 from tools.exchange.records import preference_of, read_records, tokens_of
-from tools.exchange.writing import TRAIN_ITEM
+from tools.exchange.writing import trainable_episodes
 from tools.offline.written_answers import AnswerWriter, segments_of
 
 
@@ -57,7 +55,8 @@ def read_rows(
     records contain token ids, these are used unchanged.
 
     Tokens of a journal are used as they were sampled, one row per segment. Failures of the
-    infrastructure, scripted play and evaluation on held-out items are left out. Rows are truncated
+    infrastructure, scripted play and evaluation on held-out items are left out. Rewards of
+    `groups.reward` replace those of the environment. Rows are truncated
     on the right at `max_tokens`. A row without trained tokens is left out.
 
     Args:
@@ -80,8 +79,7 @@ def read_rows(
                 num_segments=len(parts),
                 episode=t.episode_id,
             )
-            for _, t in read_journal(folder)
-            if _is_usable(t)
+            for t in trainable_episodes(folder)
             for parts in [as_rows(t)]
             for segment, part in enumerate(parts)
         ]
@@ -187,17 +185,6 @@ def _preferences(records: Sequence[tuple[str, object]], path: Path) -> list[Conv
             for name, episode in zip(("chosen", "rejected"), pair, strict=True)
         ]
     return valid_conversations(episodes, path)
-
-
-def _is_usable(trajectory: Trajectory) -> bool:
-    """Return whether an episode was sampled by the model, and may be trained on."""
-    is_held_out = trajectory.kind is EpisodeKind.EVAL and TRAIN_ITEM not in trajectory.item_id
-    return (
-        trajectory.policy is PolicyKind.MODEL
-        and not is_held_out
-        and not trajectory.end_reason.is_infrastructure_failure
-        and bool(trajectory.loss_mask.any())
-    )
 
 
 def row_of_conversation(

@@ -11,6 +11,7 @@ import pytest
 from common.errors import ConfigError
 from common.wire.messages import EndReason, EpisodeKind, PolicyKind
 from learner.journal.journal import JournalWriter
+from learner.recovery.reward_log import GroupReward, RewardLog
 from tests.learner.builders import make_trajectory
 from tools.exchange.agent_traj import Conversation, Message
 from tools.offline.rows import newest, num_episodes, read_rows, row_of_conversation
@@ -119,6 +120,38 @@ def test_journal_rows_train_sampled_tokens_only(tmp_path: Path) -> None:
         assert row.token_ids.tolist() == [5, 6, 7]
         assert row.mask.tolist() == [False, True, True]
         assert (row.item_id, row.reward) == ("toy/toy-train-0", 1.0)
+
+
+def test_held_out_items_of_any_subset_are_left_out(tmp_path: Path) -> None:
+    played = replace(make_trajectory([5, 6, 7], [0, 1, 1]), kind=EpisodeKind.EVAL)
+    writer = JournalWriter(tmp_path)
+    for item_id in ("my-train-set-test-3", "my-test-set-train-3"):
+        writer.append(replace(played, item_id=item_id, episode_id=f"{item_id}/0"))
+    writer.close()
+    (row,) = read_rows(tmp_path, tokenizer=TOKENIZER, max_tokens=8, key="k")
+    assert row.item_id == "toy/my-test-set-train-3"
+
+
+def test_rewards_over_a_group_replace_those_of_the_environment(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The third member and the other group have no reward of their group."""
+    journal = tmp_path / "run" / "journal"
+    writer = JournalWriter(journal)
+    played = make_trajectory([5, 6, 7], [0, 1, 1])
+    for group_id, member in (("g0000001", 0), ("g0000001", 1), ("g0000001", 2), ("g0000002", 0)):
+        name = {"group_id": group_id, "episode_id": f"{group_id}/{member}", "member": member}
+        writer.append(replace(played, **name))
+    writer.close()
+    log = RewardLog(journal / "group_rewards.jsonl")
+    log.append(GroupReward(group_id="g0000001", rewards={0: 0.25, 1: 0.75}))
+    log.close()
+    rows = read_rows(tmp_path / "run", tokenizer=TOKENIZER, max_tokens=8, key="k")
+    assert [(row.episode, row.reward) for row in rows] == [
+        ("g0000001/0", 0.25),
+        ("g0000001/1", 0.75),
+    ]
+    assert "left out episodes=2" in caplog.text
 
 
 def test_training_items_played_outside_a_run_are_trained(tmp_path: Path) -> None:
