@@ -22,10 +22,7 @@ def test_noise_and_effect_of_lag_share_a_chart() -> None:
 
 def test_kl_to_sampler_and_to_reference_have_charts_of_their_own() -> None:
     logprobs = torch.tensor([0.0, -1.0])
-    names = [
-        *ratio_statistics(logprobs, logprobs),
-        *metric_names(AlgorithmSection(kl_coef=0.1)),
-    ]
+    names = [*ratio_statistics(logprobs, logprobs), *metric_names(AlgorithmSection(kl_coef=0.1))]
     shown = _series_by_title(names)
     assert shown["KL to the sampling policy"] == ["policy/kl_sampler"]
     assert shown["KL to the reference policy"] == ["policy/kl_reference"]

@@ -8,25 +8,27 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from actor.policy import PolicySection
 from actor.rollout.env_client import HubClient
 from actor.rollout.episode import Render, StreamingAct
 from actor.seats.endpoint import NO_LIMIT, Endpoint, TextEpisode
 from actor.seats.seats import Seats
-from common.config.actor import ENDPOINT, RANDOM, ActorSection, ContextKind
+from common.config.actor import ENDPOINT, RANDOM, ActorSection
 from common.config.curriculum import subsets_in_use
+from common.config.envs import EnvsSection
 from common.config.model import ModelSection
 from common.config.run_config import RunConfig
 from common.config.tasks import TaskSection
 from common.errors import ConfigError, EnvError, LongstrideError
-from common.formats.chat_template import names_date, template_at
+from common.formats.chat_template import names_date, read_template, template_at
 from common.host.lock import hold_run
 from common.host.machine import gpus
 from common.ids import subset_of
+from common.repository import ROOT
 from common.store.run_dir import RunDir, write_atomically, write_json
 from common.store.run_start import mark_finished
 from common.text import counted
@@ -50,6 +52,47 @@ TaskLists = Mapping[str, list[str]]
 NO_TURNS: Mapping[str, int] = {}
 DIGEST_CHARS = 10
 NO_NOTES: Mapping[str, str] = {}
+MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model")
+# Options of `actor` that change no completed episode, and those that are described elsewhere.
+OPERATIONAL = {
+    "num_actors",
+    "num_spares",
+    "engines_per_process",
+    "name",
+    "max_concurrent",
+    "adapt_concurrency",
+    "min_concurrent",
+    "continue_episodes",
+    "kv_cache_gib",
+    "kv_cache_blocks",
+    "gpu_memory_frac",
+    "kv_at_update",
+    "prefixes_at_update",
+    "tensor_parallel_size",
+    "num_gpus",
+    "placement",
+    "sleep",
+    "enforce_eager",
+    "turn_timeout_s",
+    "episode_timeout_s",
+    "env_timeout_s",
+    "start_timeout_s",
+    "delivery_window",
+    "learn_plans",
+    "learn_reflections",
+    "learn_summaries",
+    "harnesses",
+    "num_agents",
+    "agents",
+    "temperature",
+    "max_turn_tokens",
+    "max_model_len",
+    "seats",
+}
+# Options of environments that limit resources, or name folders of a run.
+LIMITS_OF_ENVS = ("max_sessions", "max_jvms", "max_builds", "max_images", "run_dir", "token_env")
+# Fields of a row of eval.json that identify it. A row replaces one with the same values.
+ROW_KEY = ("digest", "split", "items", "k", "tasks")
 
 
 @contextlib.contextmanager
@@ -82,7 +125,7 @@ def serve_opponents(cfg: EvalConfig, run_dir: RunDir) -> Generator[None]:
 def describe_policy(
     policy: PolicySection, model: ModelSection, actor: ActorSection, *, style: str
 ) -> dict[str, Any]:
-    """Return the policy and all settings that influence its episodes."""
+    """Return the policy and its settings that influence its episodes."""
     if policy.url:
         return {
             "style": style,
@@ -93,25 +136,67 @@ def describe_policy(
             **actor.of_answers(),
             **_of_seats(actor),
         }
-    files = sorted([*Path(model.path).glob("*.safetensors"), *Path(model.path).glob("*.json")])
-    context = {"context": actor.context.value, "context_turns": actor.context_turns}
-    stats = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
     return {
         "style": style,
         "source": "engine",
         "model": model.source or model.quantised or model.path,
-        "files": hashlib.blake2b(json.dumps(stats).encode(), digest_size=8).hexdigest(),
+        "files": _digest_of_model(Path(model.path)),
         "dtype": model.dtype,
         "temperature": actor.temperature,
         "max_turn_tokens": actor.max_turn_tokens,
         "max_model_len": actor.max_model_len,
-        **({} if actor.context is ContextKind.FULL else context),
         **({"date": model.date} if names_date(Path(model.path), template_at(model)) else {}),
-        **_of_prompts(model, actor),
-        **({"agent": list(actor.agent)} if actor.endpoint else {}),
-        **actor.of_answers(),
+        **_of_prompts(model),
+        **_of_actor(actor),
         **_of_seats(actor),
     }
+
+
+def _digest_of_model(folder: Path) -> str:
+    """Return a digest of the names, sizes and times of a model's files."""
+    files = sorted(path for kind in MODEL_FILES for path in folder.glob(kind))
+    stats = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    return _digest(json.dumps(stats))
+
+
+def _of_actor(actor: ActorSection) -> dict[str, Any]:
+    """Return the options of `actor` that may change an episode and differ from their defaults."""
+    usual = ActorSection()
+    names = [field.name for field in fields(actor) if field.name not in OPERATIONAL]
+    return {
+        name: value for name in names if (value := getattr(actor, name)) != getattr(usual, name)
+    }
+
+
+def digest_of_envs(envs: EnvsSection) -> str:
+    """Return a digest of the environments' options and of the files that they name.
+
+    The content of folders is no part of it.
+    """
+    usual = dict(_leaves(asdict(EnvsSection())))
+    parts: list[list[Any]] = []
+    for name, value in _leaves(asdict(envs)):
+        is_file = isinstance(value, str) and os.path.isfile(ROOT / value)
+        content = _digest((ROOT / value).read_bytes()) if is_file else ""
+        is_usual = name in usual and value == usual[name]
+        if name.rpartition(".")[2] not in LIMITS_OF_ENVS and (content or not is_usual):
+            parts.append([name, value, content])
+    return _digest(json.dumps(sorted(parts)))
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Generator[tuple[str, Any]]:
+    """Yield the dotted name and the value of each option of a section."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(cast(dict[str, Any], value), f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _digest(content: str | bytes) -> str:
+    """Return a short digest of a text or of the bytes of a file."""
+    whole = content.encode() if isinstance(content, str) else content
+    return hashlib.blake2b(whole, digest_size=8).hexdigest()
 
 
 def _of_seats(actor: ActorSection) -> dict[str, Any]:
@@ -124,17 +209,21 @@ def _of_seats(actor: ActorSection) -> dict[str, Any]:
         settings["opponents"] = seats.eval_opponents
     if ENDPOINT in seats.eval_opponents:
         settings["opponent_model"] = [seats.url, seats.model]
+    if folders := seats.folders(in_training=False):
+        settings["opponent_files"] = [_digest_of_model(ROOT / folder) for folder in folders]
+        settings["opponent_options"] = seats.serve
     return settings
 
 
-def _of_prompts(model: ModelSection, actor: ActorSection) -> dict[str, Any]:
+def _of_prompts(model: ModelSection) -> dict[str, Any]:
     """Return the non-default settings of prompts."""
+    template = template_at(model)
     settings = {
         "chat_template": model.chat_template,
+        "chat_template_text": _digest(read_template(template)) if template else "",
         "chat_template_kwargs": model.chat_template_kwargs,
-        "keep_thinking": actor.keep_thinking.value,
     }
-    return {name: value for name, value in settings.items() if value and value != "all"}
+    return {name: value for name, value in settings.items() if value}
 
 
 def digest_of(policy: dict[str, Any]) -> str:
@@ -187,14 +276,16 @@ def make_entry(
         "label": cfg.label or label,
         "policy": policy,
         "k": cfg.k,
+        "split": cfg.split.value,
         "items": cfg.items.value,
+        "tasks": sorted({f"{item.env}/{item.subset}" for item in plays}),
         "num_items": len(plays),
         **all_scores(plays, k=cfg.k),
     }
 
 
 def write_entry(run_dir: RunDir, entry: dict[str, Any]) -> str:
-    """Add the row to eval.json, or replace the row of the same policy; return eval.md's text.
+    """Add the row to eval.json, or replace the one with the same `ROW_KEY`; return eval.md's text.
 
     Raises: ConfigError: eval.json was not written by this command.
     """
@@ -205,9 +296,9 @@ def write_entry(run_dir: RunDir, entry: dict[str, Any]) -> str:
             entries = json.loads(path.read_text(encoding="utf-8"))["entries"]
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path}: not a file of evaluations ({error!r}); move it") from error
-    digests = [known["digest"] for known in entries]
-    if entry["digest"] in digests:
-        entries[digests.index(entry["digest"])] = entry
+    keys = [_key_of(row) for row in entries]
+    if _key_of(entry) in keys:
+        entries[keys.index(_key_of(entry))] = entry
     else:
         entries.append(entry)
     run_dir.root.mkdir(parents=True, exist_ok=True)
@@ -215,6 +306,11 @@ def write_entry(run_dir: RunDir, entry: dict[str, Any]) -> str:
     write_json(path, {"entries": entries})
     write_atomically(run_dir.root / "eval.md", text)
     return text
+
+
+def _key_of(row: Mapping[str, Any]) -> list[Any]:
+    """Return the values that identify a row. A row of an older version lacks some."""
+    return [row.get(name) for name in ROW_KEY]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -408,16 +504,19 @@ def run(
 ) -> int:
     """Play the episodes that the journal lacks, write and print the tables; return the exit code.
 
-    The tables of the run directory keep one row for each evaluated policy. So policies that are
-    evaluated under the same `run.name` can be compared.
+    The tables of the run directory keep one row for each policy, its settings and the selection of
+    items. So policies that are evaluated under the same `run.name` can be compared.
 
     Returns:
         0, or 1 if the evaluation is incomplete: it ended early, or more than `eval.max_failed_frac`
             of the episodes had an infrastructure failure.
     """
     folder = run_dir.root / "eval"
-    policy = describe_policy(cfg.policy, cfg.model, cfg.actor, style=cfg.envhub.style)
-    prefix = f"eval-{digest_of(policy)}"  # Episode ids differ between policies.
+    policy = {
+        **describe_policy(cfg.policy, cfg.model, cfg.actor, style=cfg.envhub.style),
+        "envs": digest_of_envs(cfg.envs),
+    }
+    prefix = f"eval-{digest_of(policy)}"  # Episode ids differ between policies and settings.
     plans = [replace(each, episode_id=f"{prefix}/{each.episode_id}") for each in episodes]
     finished = read_finished(folder / "journal", plans)
     todo = [plan for plan in plans if plan.episode_id not in finished]

@@ -13,6 +13,7 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
+from common.config.eval import EvalSplit
 from common.wire.messages import Trajectory
 from learner.intervals import clustered_interval
 
@@ -198,7 +199,7 @@ def _scenario(env: str, entries: Sequence[Entry]) -> str:
     for entry in rows:
         scores = entry["by_env"][env]
         note = _note(entry, env)
-        label = _label(entry) + (f" [{notes.index(note) + 1}]" if note else "")
+        label = _label(entry, entries) + (f" [{notes.index(note) + 1}]" if note else "")
         for name, pick in _measures(entry).items():
             cells = [
                 _pooled([scores["by_subset"][s] for s in pooled if s in scores["by_subset"]], pick)
@@ -221,7 +222,7 @@ def _overall(entries: Sequence[Entry]) -> str:
     """Return the table over all scenarios."""
     lines = [_row(["Model", "", "All items"]), _row(["---", "---", "---:"])]
     lines += [
-        _row([_label(entry), name, _cell(_at(entry["overall"], pick))])
+        _row([_label(entry, entries), name, _cell(_at(entry["overall"], pick))])
         for entry in entries
         for name, pick in _measures(entry).items()
     ]
@@ -264,25 +265,46 @@ def _cell(value: Mapping[str, Any]) -> str:
 
 def _runs(entries: Sequence[Entry]) -> str:
     """Return the section of episode counts: played, failed and missing episodes per policy."""
-    heads = ["Model", "Policy", "k", "Items", "Episodes", "Failed", "Not played", "Turns"]
-    lines = [_row(heads), _row(["---", "---", *("---:" for _ in heads[2:])])]
+    names = ["Model", "Policy", "Settings", "Split", "Selection"]
+    numbers = ["k", "Items", "Episodes", "Failed", "Not played", "Turns"]
+    rules = [*("---" for _ in names), *("---:" for _ in numbers)]
+    lines = [_row([*names, *numbers]), _row(rules)]
     for entry in entries:
         overall = entry["overall"]
         causes = ", ".join(f"{reason} {num}" for reason, num in overall["failures"].items())
         failed = f"{overall['num_failed']} ({causes})" if causes else "0"
         turns = overall["num_turns"]
-        who = [_label(entry), str(entry["policy"]["source"]).replace("|", "/"), entry["k"]]
+        source = str(entry["policy"]["source"]).replace("|", "/")
+        selection = [entry["digest"], entry.get("split", ABSENT), entry["items"], entry["k"]]
         counts = [overall["num_items"], overall["num_episodes"], failed, overall["num_missing"]]
-        lines.append(_row([*who, *counts, ABSENT if turns is None else f"{turns:.1f}"]))
+        counts.append(ABSENT if turns is None else f"{turns:.1f}")
+        lines.append(_row([_label(entry, entries), source, *selection, *counts]))
     note = (
-        "Failed: episodes that an error of the environment, the hub or the endpoint ended. The"
+        "Settings: digest of the policy, its options and those of the environments."
+        " Failed: episodes that an error of the environment, the hub or the endpoint ended. The"
         " values above include neither failed episodes nor those that were not played."
     )
     return "## Episodes\n\n" + "\n".join(lines) + "\n\n" + note
 
 
-def _label(entry: Entry) -> str:
-    return str(entry["label"]).replace("|", "/")
+def _label(entry: Entry, entries: Sequence[Entry]) -> str:
+    """Return the name of a row, with its selection of items if that is no default.
+
+    Rows with the same name and other settings have their digest.
+    """
+    digests = {each["digest"] for each in entries if _short_label(each) == _short_label(entry)}
+    return _short_label(entry) + (f" {entry['digest']}" if len(digests) > 1 else "")
+
+
+def _short_label(entry: Entry) -> str:
+    """Return the name of a row with its split and its items, unless these are the defaults."""
+    special = [
+        value
+        for name, usual in (("split", EvalSplit.TEST), ("items", "spread"))
+        if (value := entry.get(name, usual)) != usual
+    ]
+    label = str(entry["label"]).replace("|", "/")
+    return f"{label} ({', '.join(special)})" if special else label
 
 
 def _row(cells: Sequence[object]) -> str:

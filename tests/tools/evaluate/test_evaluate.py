@@ -4,7 +4,7 @@ import contextlib
 import io
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from transformers import AddedToken, AutoTokenizer
 
 from actor.policy import PolicySection
 from common.config.actor import ActorSection
+from common.config.envs import BabyaiOptions, DatasetOptions, EnvsSection
+from common.config.eval import EvalSplit
 from common.config.model import ModelSection
 from common.config.scheduler import SchedulerSection
 from common.config.tasks import TaskSection
@@ -22,7 +24,14 @@ from learner.journal.journal import read_journal
 from tests.actor.toy_servers import ToyEndpoint, ToyHub, serve
 from tests.configs import edited
 from tools.evaluate.config import EvalConfig, EvalItems, EvalOptions
-from tools.evaluate.evaluate import describe_policy, digest_of, fetch_listed, run
+from tools.evaluate.evaluate import (
+    OPERATIONAL,
+    describe_policy,
+    digest_of,
+    digest_of_envs,
+    fetch_listed,
+    run,
+)
 from tools.evaluate.play import PlannedEpisode
 from tools.evaluate.settings import check_policy
 
@@ -146,7 +155,7 @@ def test_policies_share_one_table_but_no_episodes(tmp_path: Path) -> None:
     assert "| Two / big | success |" in text
 
 
-def test_digest_changes_with_every_episode_setting(tmp_path: Path) -> None:
+def test_digest_of_an_endpoint_changes_with_sampling_settings(tmp_path: Path) -> None:
     with stage(tmp_path) as s:
         first = s.config()
 
@@ -156,6 +165,82 @@ def test_digest_changes_with_every_episode_setting(tmp_path: Path) -> None:
 
     assert digest() != digest(temperature=0.3)
     assert digest() == digest(max_tries=9)
+
+
+def _engine_digest(model: ModelSection, actor: ActorSection) -> str:
+    return digest_of(describe_policy(PolicySection(), model, actor, style="compact"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"branch_turns": 2},
+        {"branch_instruction": "Never branch."},
+        {"summary_request": "Reply with one word."},
+        {"engine_args": {"quantization": "fp8"}},
+        {"context_turns": 2},
+        {"reflect_every": 3},
+        {"max_model_len": 1024},
+    ],
+    ids=str,
+)
+def test_digest_changes_with_options_of_episodes(options: dict[str, Any], tmp_path: Path) -> None:
+    model = ModelSection(path=str(tmp_path))
+    assert _engine_digest(model, ActorSection(**options)) != _engine_digest(model, ActorSection())
+
+
+def test_digest_ignores_operational_options(tmp_path: Path) -> None:
+    assert {field.name for field in fields(ActorSection)} > OPERATIONAL
+    model = ModelSection(path=str(tmp_path))
+    actor = ActorSection(max_concurrent=3, env_timeout_s=9.0, num_actors=4)
+    assert _engine_digest(model, actor) == _engine_digest(model, ActorSection())
+
+
+@pytest.mark.parametrize("is_option", [False, True])
+def test_digest_changes_with_the_text_of_a_template(is_option: bool, tmp_path: Path) -> None:
+    path = tmp_path / "chat_template.jinja"
+    model = ModelSection(path=str(tmp_path / "model"), chat_template=str(path))
+    model = model if is_option else ModelSection(path=str(tmp_path))
+    path.write_text("{{ messages }}", encoding="utf-8")
+    before = _engine_digest(model, ActorSection())
+    path.write_text("{{ messages }} changed", encoding="utf-8")
+    assert _engine_digest(model, ActorSection()) != before
+
+
+def test_digest_of_environments_covers_options_and_files(tmp_path: Path) -> None:
+    path = tmp_path / "items.jsonl"
+    path.write_text("one", encoding="utf-8")
+    envs = EnvsSection(dataset=DatasetOptions(eval=str(path)), plugins={"mine": "a=1"})
+    before = digest_of_envs(envs)
+    assert before == digest_of_envs(replace(envs, dataset=replace(envs.dataset, max_sessions=3)))
+    assert before != digest_of_envs(replace(envs, babyai=BabyaiOptions(shaped_reward=True)))
+    assert before != digest_of_envs(replace(envs, plugins={"mine": "a=2"}))
+    path.write_text("two", encoding="utf-8")
+    assert before != digest_of_envs(envs)
+
+
+def test_other_settings_of_environments_are_played_anew(tmp_path: Path) -> None:
+    with stage(tmp_path) as s:
+        cfg = s.config()
+        assert s.evaluate(cfg, [0]) == 0
+        assert s.evaluate(edited(cfg, {"envs.babyai.shaped_reward": True}), [0]) == 0
+        first, second = s.entries
+    assert s.hub.opened == ["a-test-0"] * 2
+    assert first["digest"] != second["digest"]
+    assert all(f"| toy-1 {row['digest']} | success |" in s.output for row in (first, second))
+
+
+def test_splits_have_rows_of_their_own(tmp_path: Path) -> None:
+    with stage(tmp_path) as s:
+        s.evaluate(s.config(), [0])
+        s.evaluate(s.config(split=EvalSplit.VALIDATION), [1])
+        s.evaluate(s.config(), [0])
+        assert [(row["split"], row["tasks"]) for row in s.entries] == [
+            ("test", ["toy/a"]),
+            ("validation", ["toy/a"]),
+        ]
+    assert "| toy-1 | success |" in s.output
+    assert "| toy-1 (validation) | success |" in s.output
 
 
 def test_hub_provides_item_lists_and_notes(tmp_path: Path) -> None:

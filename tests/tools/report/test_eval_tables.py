@@ -68,8 +68,15 @@ def test_overall_is_weighted_by_items() -> None:
 
 
 def _entry(items: list[ItemPlays], *, k: int, label: str = "m") -> dict[str, object]:
-    policy = {"source": "engine"}
-    return {"label": label, "policy": policy, "k": k, **all_scores(items, k=k)}
+    return {
+        "digest": "d0",
+        "label": label,
+        "policy": {"source": "engine"},
+        "k": k,
+        "split": "test",
+        "items": "spread",
+        **all_scores(items, k=k),
+    }
 
 
 def test_table_shows_dashes_for_unplayed_columns() -> None:
