@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +15,7 @@ from actor.formats.tools import Read, explained, reader_of, rendering
 from actor.rollout.context import Conversing, History, Render, Room, Turn
 from actor.rollout.env_client import ExpertHint, HubStepResult
 from actor.rollout.folding import history_of
-from common.config.actor import AgentOptions
+from common.config.actor import AgentFormat, AgentOptions
 from common.config.horizon import HorizonUnit
 from common.errors import EnvError, EnvPaused, EnvTimeout, HubLost
 from common.formats.answers import MARK, tools_instruction, worded
@@ -178,6 +178,15 @@ class EpisodeState:
                 return self.turns_s + self.turn_s < lease.horizon
 
 
+def task_text(
+    format: AgentFormat, instruction: str, *, tools: Sequence[Mapping[str, Any]] = ()
+) -> str:
+    """Return the text before the first observation: tools of the session, task, answer format."""
+    if tools:
+        instruction = first_text(tools_instruction(tools), instruction)
+    return worded(format, instruction)
+
+
 def first_text(instruction: str, observation: str) -> str:
     """Return the text of the first turn. An empty `instruction` is left out."""
     return f"{instruction}\n\n{observation}" if instruction else observation
@@ -250,7 +259,7 @@ async def run_episode(
     Raises: EnvPaused. HubLost: if `may_repeat`.
     """
     room = Room(max_tokens=max_tokens, turn_tokens=turn_tokens, options=options)
-    task = worded(options.format, instruction)
+    task = task_text(options.format, instruction)
     read = reader_of(render, options.format, is_whole=MARK in instruction)
     started = time.monotonic()
     play = EpisodeState(keeps_last=keeps_last, history=history_of(render, room))
@@ -260,7 +269,7 @@ async def run_episode(
             session = await open_session()
             if tools := getattr(session, "tools", []):
                 render = rendering(render, lease.env, tools)
-                task = worded(options.format, first_text(tools_instruction(tools), instruction))
+                task = task_text(options.format, instruction, tools=tools)
                 read = reader_of(render, options.format, is_whole=False)
                 play.history = history_of(render, room)
             play.begin(session)

@@ -14,14 +14,14 @@ from urllib.parse import urlencode
 
 from actor.rollout.context import Turn
 from actor.rollout.env_client import Environments, HubClient
-from actor.rollout.episode import EnvSession, first_text, run_episode
+from actor.rollout.episode import EnvSession, first_text, run_episode, task_text
 from actor.rollout.folding import CALL, RETURN
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
 from actor.seats.seats import Seats
 from common.config.actor import ActorSection, AgentFormat, AgentOptions, SeatsOptions
 from common.config.curriculum import subsets_in_use
 from common.errors import ConfigError, EnvError
-from common.formats.answers import in_react, worded
+from common.formats.answers import in_react
 from common.segments import as_rows
 from common.wire.messages import PolicyKind
 from tools.evaluate.play import PlannedEpisode, lease_of
@@ -45,7 +45,7 @@ class MessageRender(ScriptedRender):
 
     def __init__(self) -> None:
         super().__init__()
-        self._observed: set[int] = set()
+        self._roles: dict[int, str] = {}  # Role of each message that the policy does not sample.
 
     def first_prompt(self, text: str, *, before: tuple[str, str] | None = None) -> list[int]:
         if before is None:
@@ -58,8 +58,7 @@ class MessageRender(ScriptedRender):
 
     def opened(self, messages: list[dict[str, str]], text: str) -> list[int]:
         """Return the tokens of messages and a user's message after them."""
-        shown = {True: self.add, False: self._add_observation}
-        before = [shown[each["role"] == "assistant"](each["content"]) for each in messages]
+        before = [self._add_message(each["role"], each["content"]) for each in messages]
         return [*(token for ids in before for token in ids), *self._add_observation(text)]
 
     def after_action(
@@ -72,15 +71,19 @@ class MessageRender(ScriptedRender):
 
     def _add_observation(self, text: str) -> list[int]:
         """Return the ids of an observation, which the policy does not sample."""
+        return self._add_message("user", text)
+
+    def _add_message(self, role: str, text: str) -> list[int]:
+        """Return the ids of a message that the policy does not sample."""
         ids = self.add(text)
-        self._observed.update(ids)
+        self._roles |= dict.fromkeys(ids, role)
         return ids
 
     def message(self, token_id: int, *, is_learnt: bool) -> dict[str, Any]:
         """Return the message of a token in AgentGym's format."""
         text = self.action_text([token_id])
-        if token_id in self._observed:
-            return {"from": "human", "loss": None, "value": text}
+        if token_id in self._roles:
+            return _shown_before({"role": self._roles[token_id], "content": text})
         return {"from": "gpt", "loss": is_learnt, "value": text}
 
 
@@ -322,7 +325,7 @@ async def _play(
     instruction = environments.instruction(plan.env)
     answer = environments.acknowledgement(plan.env)
     session = await open_beside_random(environments, plan, actor.seats.trained)
-    instruction = worded(kind, instruction)
+    instruction = task_text(kind, instruction, tools=getattr(session, "tools", []))
     messages: list[dict[str, Any]] = []
     text = session.first_observation
     if firsts := getattr(session, "first_messages", []):

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from actor.rollout.env_client import Environments, HubStepResult
-from common.config.actor import AgentFormat, AgentOptions, ContextKind
+from common.config.actor import ActorSection, AgentFormat, AgentOptions, ContextKind
 from common.config.tasks import TaskSection
 from common.errors import ConfigError, EnvError
 from common.wire.messages import PolicyKind
@@ -18,7 +18,7 @@ from tests.actor.toy_servers import ToyHub, serve
 from tests.configs import edited
 from tools.evaluate.play import PlannedEpisode
 from tools.offline.config import SftConfig
-from tools.offline.demonstrate import demonstrate, play_in_branches
+from tools.offline.demonstrate import _play, demonstrate, play_in_branches
 
 PLAN = PlannedEpisode(
     episode_id="0/0", env="toy", item_id="toy-train-0", seed=0, horizon=9, policy=PolicyKind.EXPERT
@@ -68,6 +68,37 @@ def shown(
     rows = [each["conversations"] for each in made]
     assert all((m["from"] == "human") == (m["loss"] is None) for row in rows for m in row)
     return [[(m["value"], m["loss"]) for m in row] for row in rows], is_solved
+
+
+class Opened(Toys):
+    """The toy with tools, and with messages before its first observation."""
+
+    def __init__(self, first_messages: list[dict[str, str]]) -> None:
+        super().__init__(answers())
+        self._first_messages = first_messages
+
+    async def open(self, env: str, item_id: str, *, seed: int) -> Count:
+        session = await super().open(env, item_id, seed=seed)
+        tools = [{"name": "jump", "description": "Jumps.", "parameters": {}}]
+        vars(session).update(tools=tools, first_messages=self._first_messages)
+        return session
+
+
+@pytest.mark.parametrize("roles", [["system", "user", "assistant"], []])
+def test_demonstrations_begin_like_episodes(roles: list[str]) -> None:
+    """`run_episode` plays those with branches, and its first prompt is that of the others."""
+    toys = cast(Environments, Opened([{"role": role, "content": role} for role in roles]))
+    options = AgentOptions(context=ContextKind.FOLD, branch_instruction="!", branch_turns=4)
+    (branched, *_), _ = asyncio.run(play_in_branches(toys, PLAN, options))
+    (whole,), _ = asyncio.run(_play(toys, PLAN, ActorSection(), 0.0))
+    *before, first = whole["conversations"][: len(roles) + 1]
+    assert [*before, {**first, "value": first["value"] + "!"}] == branched["conversations"][
+        : len(roles) + 1
+    ]
+    assert first["value"].startswith("Tools:\n- jump: Jumps.")
+    assert first["value"].endswith("Jump.\n\nfirst")
+    shown_roles = [each.get("role", each["from"]) for each in before]
+    assert shown_roles == [{"user": "human", "assistant": "gpt"}.get(role, role) for role in roles]
 
 
 def test_fold_branch_is_replaced_by_its_return() -> None:
