@@ -50,6 +50,9 @@ KEYWORDS = (
     *("group", "prompts", "completions", "completion_ids", "trajectories", "rewards"),
     *("states", "answers", "infos", "tasks"),
 )
+# Columns that the dataset adds to those of the record.
+OF_ITEM = ("answer", "ground_truth")
+ANSWERED = "solution_str"
 OF_VERIFIERS = frozenset(("states", "answers", "infos", "tasks"))
 
 
@@ -358,6 +361,41 @@ class MemberTexts:
         }
 
 
+def with_item_facts(members: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return members of a group that all have the record and the columns of their common item.
+
+    An episode that ends at a limit of tokens has no facts; those of the item are the same for all
+    members. Without any facts in the group, there is nothing to add.
+
+    Raises: EnvFailure: a member lacks a column that is no part of the item.
+    """
+    source = next((member for member in members if member["columns"]), None)
+    if source is None:
+        return list(members)
+    return [m if m["columns"] else _with_facts_of(m, source) for m in members]
+
+
+def _with_facts_of(member: dict[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a member with the facts of its item, in the form of a member that has them."""
+    lacking = sorted(source["columns"].keys() - {*source["record"], *OF_ITEM, ANSWERED})
+    if lacking:
+        raise EnvFailure(
+            f"member {member['member']} ended without the column {lacking[0]!r} of the others"
+        )
+    columns = dict(source["columns"])
+    if ANSWERED in columns and ANSWERED not in source["record"]:
+        columns[ANSWERED] = member["completion"]
+    is_text = isinstance(source["trl_prompt"], str)
+    return {
+        **member,
+        "answer": source["answer"],
+        "record": source["record"],
+        "columns": columns,
+        "trl_prompt": source["trl_prompt"],
+        "trl_completion": member["completion"] if is_text else member["trl_completion"],
+    }
+
+
 # Parts of a member that only build the keywords of a call.
 PRIVATE = ("columns", "trl_prompt", "trl_completion", "num_asked", "completion_ids")
 
@@ -494,7 +532,7 @@ class GroupRewarder(threading.Thread):
             began_s = time.monotonic()
             group_id = members[0].group_id
             try:
-                texts = [self._texts.member(each) for each in members]
+                texts = with_item_facts([self._texts.member(each) for each in members])
                 calls = [self._values(term, texts) for term in self._rewards.terms]
                 values = await asyncio.gather(*calls)
                 named = {t.name: v for t, v in zip(self._rewards.terms, values, strict=True)}

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from common.config.algorithm import AlgorithmSection
 from common.config.groups import GroupsSection
 from common.config.run_config import RunConfig
-from common.errors import ConfigError, LongstrideError
+from common.errors import ConfigError, EnvFailure, LongstrideError
 from common.formats.chat_template import render_chat
 from common.functions.process import pack
 from common.repository import ROOT
@@ -28,6 +28,7 @@ from learner.ingest.group_rewards import (
     MemberTexts,
     group_reward_digests,
     load_group_rewards,
+    with_item_facts,
 )
 from learner.objective.advantages import group_has_signal, samples_of
 from learner.recovery.resume import groups_of
@@ -205,6 +206,24 @@ def test_function_of_trl_receives_columns_and_texts(calls: Any) -> None:
     reward = made.reward(of_dataset(1, "7 km"), of_dataset(2, "7 m"))
     assert reward.values == {"of_trl": [1.0, None]}
     assert reward.rewards == {1: 0.5, 2: 0.0}  # None counts as 0.
+
+
+@pytest.mark.slow
+def test_member_that_ended_at_a_limit_has_the_columns_of_its_item(calls: Any) -> None:
+    made = calls("of_trl", environment_weight=0.0)
+    reward = made.reward(answered(0, "7 km"), of_dataset(1, "8 km"))
+    assert (reward.error, reward.values) == ("", {"of_trl": [1.0, 1.0]})
+
+
+def test_column_that_is_no_part_of_the_item_is_not_taken_from_another_member() -> None:
+    texts = MemberTexts(TOKENIZER)
+    whole = texts.member(of_dataset(1, "8 km"))
+    columns = {**whole["columns"], "solution_str": "8 km"}
+    first, _ = with_item_facts([texts.member(answered(0, "7 km")), {**whole, "columns": columns}])
+    assert first["columns"] == {"unit": "km", "answer": "7 km", "solution_str": "7 km"}
+    columns["score"] = 0.5
+    with pytest.raises(EnvFailure, match="member 0 ended without the column 'score' of the others"):
+        with_item_facts([texts.member(answered(0, "7 km")), {**whole, "columns": columns}])
 
 
 @pytest.mark.slow
