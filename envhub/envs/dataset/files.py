@@ -350,14 +350,27 @@ def _read_json(where: str, path: Path) -> Iterator[Record]:
             return
         raise ConfigError(f"{where}: not JSON: {error}") from error
     if isinstance(parsed, dict):  # One list under any name, as in {"data": [...]}.
-        lists = [each for each in parsed.values() if isinstance(each, list)]
-        parsed = lists[0] if len(lists) == 1 else parsed
+        lists = {name: each for name, each in parsed.items() if isinstance(each, list)}
+        if len(lists) == 1:
+            ((name, listed),) = lists.items()
+            if _is_column(parsed, listed):
+                raise ConfigError(
+                    f"{where}: the file is one record with the column {name!r}; write a list of"
+                    " records, or one record in each line of a .jsonl file"
+                )
+            parsed = listed
     if not isinstance(parsed, list):
         raise ConfigError(
             f"{where}: expects a list of objects, an object with one such list, or one object in"
             " each line"
         )
     yield from _objects(where, parsed)
+
+
+def _is_column(record: Record, listed: list[Any]) -> bool:
+    """Return whether a list of an object is a column, such as messages, and no list of records."""
+    objects = [each for each in listed if isinstance(each, dict)]
+    return any("role" in each or not record.keys().isdisjoint(each) for each in objects)
 
 
 def _begins_with_record(text: str) -> bool:
@@ -376,6 +389,10 @@ def _read_table(where: str, path: Path) -> Iterator[Record]:
     with _open_text(path, newline="") as file:
         rows = csv.DictReader(file, delimiter=separator, strict=True)
         try:
+            names = list(rows.fieldnames or [])
+            twice = next((name for name in names if names.count(name) > 1), None)
+            if twice is not None:
+                raise ConfigError(f"{where}: the first line has the column {twice!r} twice")
             for row in rows:
                 if None in row or None in row.values():
                     have = len(rows.fieldnames or [])
