@@ -20,6 +20,7 @@ from common.formats.answers import tools_instruction
 from common.formats.turns import FirstPrompt
 from common.functions.calls import OVERRUN_S, Caller, UserFunction, check_keywords, load_function
 from common.functions.process import pack
+from common.text import counted
 from envhub.env import EnvFailure, EnvSpec, Isolation, StepResult, Style, SubsetSpec, parse_item
 from envhub.envs.dataset.files import Record
 from envhub.envs.dataset.generators import FORM, instruction_for, is_generated, load_generated
@@ -330,6 +331,8 @@ def load_task(section: EnvsSection) -> Task:
     messages = [*question.messages, {"role": "assistant", "content": ""}]
     offered = offered_keywords(train.record(0), question, messages, {}, "", None)
     rewards.check(*offered)
+    for each in datasets.values():
+        _check_references(each, rewards)
     if step is not None:
         check_keywords(f"data.step={options.step}", step, {**offered[1], **offered[0]})
     functions = [*rewards.functions, *filter(None, [step])]
@@ -360,6 +363,29 @@ def load_task(section: EnvsSection) -> Task:
         gives_facts=section.gives_facts,
         samples=[answer_form.format(each) for each in dataset.samples()] or [NO_ANSWER],
     )
+
+
+def _check_references(dataset: Dataset, rewards: RewardSum) -> None:
+    """Raise ConfigError if a record lacks the reference answer of a reward that ships.
+
+    Generated records are not checked here, since each takes time; their rewards check them.
+    """
+    if not rewards.compared:
+        return
+    for split, data_split in dataset.splits.items():
+        if not isinstance(data_split.records, list):
+            continue
+        places = [
+            data_split.place(index)
+            for index in range(len(data_split.numbers))
+            if not dataset.reference(split, index).strip()
+        ]
+        if places:
+            raise ConfigError(
+                f"{places[0]}: the record has no reference answer, which reward"
+                f" {', '.join(rewards.compared)} needs; {counted(len(places), 'such record')} in"
+                f" the {split} data"
+            )
 
 
 def first_prompts(task: Task) -> Iterator[FirstPrompt]:

@@ -245,11 +245,21 @@ def exact_number(completion: str, ground_truth: str) -> float:
 
 
 def exact_text(completion: str, ground_truth: str) -> float:
-    """Return 1 if the final answer equals the reference, apart from case and spaces, else 0."""
+    """Return 1 if the final answer equals the reference, apart from case and spaces, else 0.
+
+    Raises: ValueError: there is no reference answer.
+    """
+    _check_reference(ground_truth)
     answer, wanted = (
         " ".join(final_answer(str(text)).casefold().split()) for text in (completion, ground_truth)
     )
     return float(answer == wanted)
+
+
+def _check_reference(ground_truth: Any) -> None:
+    """Raise ValueError if a record has no reference answer."""
+    if ground_truth is None or not str(ground_truth).strip():
+        raise ValueError("the record has no reference answer")
 
 
 def none(completion: str) -> float:
@@ -261,8 +271,9 @@ def none(completion: str) -> float:
 def math(completion: str, ground_truth: str) -> float:
     """Return 1 if math-verify finds the answer equal to the reference, else 0.
 
-    Raises: ValueError: math-verify cannot read the reference answer.
+    Raises: ValueError: there is no reference answer, or math-verify cannot read it.
     """
+    _check_reference(ground_truth)
     library = importlib.import_module("math_verify")
     # Its own time limits use signals, which only the main thread receives. The caller has a limit.
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # It warns of each call.

@@ -115,9 +115,16 @@ class PromptMaker:
         is_messages = all(isinstance(message, dict) and "role" in message for message in messages)
         return messages if is_messages else value
 
-    def raw_prompt(self, record: Record) -> str:
-        """Return the prompt column as text, to compare records."""
-        return json.dumps(value_at(record, self._column), default=str)
+    def raw_prompt(self, record: Record, place: str) -> str:
+        """Return the prompt as text, to compare records. Raises: ConfigError: a template fails."""
+        if self._is_plain and self._system_template is None:
+            return json.dumps(value_at(record, self._column), default=str)
+        return json.dumps(self.make(record, place).messages, default=str)
+
+    def answer(self, record: Record, place: str) -> str | None:
+        """Return the reference answer of a record. Raises: ConfigError: its prompt is wrong."""
+        answer = value_at(record, self._answer) if self._answer else None
+        return self.make(record, place).answer if answer is None else _answer_text(answer)
 
     def make(self, record: Record, place: str) -> Question:
         """Return the question of a record. Raises: ConfigError: the record or a template fails."""

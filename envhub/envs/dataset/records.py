@@ -70,6 +70,20 @@ class Dataset:
         data_split = self.splits[split]
         return self.prompts.make(data_split.record(index), data_split.place(index))
 
+    def reference(self, split: str, index: int) -> str:
+        """Return what `ground_truth` of an item is as text; "" without a reference answer.
+
+        Raises: ConfigError: the record's prompt is wrong.
+        """
+        data_split = self.splits[split]
+        record = data_split.record(index)
+        answer = (
+            record["ground_truth"]
+            if "ground_truth" in record
+            else self.prompts.answer(record, data_split.place(index))
+        )
+        return "" if answer is None else str(answer)
+
     def first_prompts(self) -> Iterator[tuple[FirstPrompt, Record]]:
         """Yield the prompt and the record of every item, and of the first generated ones.
 
@@ -170,6 +184,7 @@ def _load(settings: str, paths: tuple[Path, ...], stamps: object) -> Dataset:
     name = paths[0].name
     _check_prompts(prompts, train, name)
     numbers = _kept(options, prompts, train, name)
+    data = DataSplit(name=name, records=train, numbers=numbers)
     if options.eval:
         eval_records = read_records("data.eval", paths[1], options.eval_split)
         content |= _content_of("data.eval", paths[1], options.eval_split)
@@ -182,11 +197,10 @@ def _load(settings: str, paths: tuple[Path, ...], stamps: object) -> Dataset:
             records=eval_records,
             numbers=_kept(options, prompts, eval_records, eval_name),
         )
-        _warn_of_copies(prompts, train, eval_records)
     else:
         held_out = _held_out(options, numbers)
         test = DataSplit(name=name, records=train, numbers=held_out)
-        numbers = sorted({*numbers} - {*held_out})
+        numbers = _without(prompts, replace(data, numbers=numbers), test)
     if options.validation:
         path = paths[-1]
         validation_records = read_records("data.validation", path, options.validation_split)
@@ -203,11 +217,10 @@ def _load(settings: str, paths: tuple[Path, ...], stamps: object) -> Dataset:
             records=validation_records,
             numbers=_kept(options, prompts, validation_records, path.name),
         )
-        _warn_of_copies(prompts, train, validation_records)
     else:
         chosen = _held_out(options, numbers, key="validation_size")
         validation = DataSplit(name=name, records=train, numbers=chosen)
-        numbers = sorted({*numbers} - {*chosen})
+        numbers = _without(prompts, replace(data, numbers=numbers), validation)
     if options.shuffle >= 0:
         random.Random(f"shuffle/{options.shuffle}").shuffle(numbers)
     if options.train_size >= 0:
@@ -223,6 +236,7 @@ def _load(settings: str, paths: tuple[Path, ...], stamps: object) -> Dataset:
     content["data settings"] = hashlib.sha256(json.dumps(item_settings).encode()).hexdigest()
     splits = {"train": DataSplit(name=name, records=train, numbers=numbers), "test": test}
     splits["validation"] = validation
+    _warn_of_copies(prompts, splits)
     made = Dataset(prompts=prompts, splits=splits, content=content)
     for split, data_split in splits.items():  # A template that fails does so before the start.
         if data_split.numbers:
@@ -323,13 +337,43 @@ def _tokenizer_digest(options: DatasetOptions) -> str:
     return "" if path is None else digest_of([path])
 
 
-def _warn_of_copies(
-    prompts: PromptMaker, train: Sequence[Record], held_out: Sequence[Record]
-) -> None:
-    """Warn about held-out prompts that are in the training data, too."""
-    train_prompts = {prompts.raw_prompt(record) for record in train}
-    num = sum(prompts.raw_prompt(record) in train_prompts for record in held_out)
-    if num:
+def _without(prompts: PromptMaker, data: DataSplit, held_out: DataSplit) -> list[int]:
+    """Return the records whose prompts are not held out. Copies of such prompts are left out."""
+    others = sorted({*data.numbers} - {*held_out.numbers})
+    if not held_out.numbers:
+        return others
+    texts = _texts(prompts, replace(data, numbers=others))
+    seen = {*_texts(prompts, held_out)}
+    left = [number for number, text in zip(others, texts, strict=True) if text not in seen]
+    num_copies = len(others) - len(left)
+    if num_copies:
         logger.warning(
-            "dataset: training data contains held-out prompts num=%d of=%d", num, len(held_out)
+            "dataset: copies of held-out prompts are not trained num=%d of=%d",
+            num_copies,
+            len(others),
         )
+    return left
+
+
+def _texts(prompts: PromptMaker, split: DataSplit) -> list[str]:
+    """Return the prompts of the items as texts that can be compared."""
+    return [
+        prompts.raw_prompt(split.record(index), split.place(index))
+        for index in range(len(split.numbers))
+    ]
+
+
+def _warn_of_copies(prompts: PromptMaker, splits: dict[str, DataSplit]) -> None:
+    """Warn about prompts that are in two splits."""
+    texts = {name: _texts(prompts, split) for name, split in splits.items()}
+    for first, second in (("train", "test"), ("train", "validation"), ("validation", "test")):
+        seen = {*texts[first]}
+        num = sum(text in seen for text in texts[second])
+        if num:
+            logger.warning(
+                "dataset: %s data contain prompts of the %s data num=%d of=%d",
+                first,
+                second,
+                num,
+                len(texts[second]),
+            )

@@ -258,6 +258,17 @@ class RewardSum:
         return [*users, SEARCH] if any(each.rubric.pattern for each in self.judges) else users
 
     @property
+    def compared(self) -> list[str]:
+        """The names of the rewards that ship and compare an answer with a reference answer."""
+        return [
+            term.name
+            for term in self.terms
+            if isinstance(term, RewardTerm)
+            and term.user.is_shipped
+            and "ground_truth" in term.user.needed
+        ]
+
+    @property
     def judges(self) -> list[Judge]:
         """The judges among the rewards."""
         return [term.judge for term in self.terms if isinstance(term, JudgeTerm)]

@@ -48,6 +48,31 @@ def test_held_out_records_are_not_trained(tmp_path: Path) -> None:
     assert len(prompts(dataset)) == 36
 
 
+def test_copies_of_held_out_prompts_are_not_trained(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = load(tmp_path, NUMBERED * 3, eval_size=10, validation_size=10)
+    splits = [{*prompts(dataset, name)} for name in ("train", "test", "validation")]
+    assert not splits[0] & splits[1]
+    assert not splits[0] & splits[2]
+    assert "copies of held-out prompts are not trained" in caplog.text
+
+
+def test_equal_columns_are_other_prompts_with_another_template(tmp_path: Path) -> None:
+    records = [{"prompt": "Add.", "input": str(number), "answer": "1"} for number in range(20)]
+    dataset = load(tmp_path, records, eval_size=2, template="{{ prompt }} {{ input }}")
+    assert len(prompts(dataset)) == 18
+
+
+def test_equal_prompts_of_validation_and_test_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    test = write_lines(tmp_path / "test.jsonl", NUMBERED[:5])
+    validation = write_lines(tmp_path / "validation.jsonl", NUMBERED[3:9])
+    load(tmp_path, NUMBERED[20:], eval=str(test), validation=str(validation))
+    assert "validation data contain prompts of the test data num=2 of=5" in caplog.text
+
+
 def test_folder_with_a_test_split_is_evaluated_on_it(tmp_path: Path) -> None:
     write_lines(tmp_path / "train.jsonl", NUMBERED[:3])
     write_lines(tmp_path / "test.jsonl", NUMBERED[3:5])

@@ -12,7 +12,7 @@ from common.errors import ConfigError
 from common.repository import ROOT
 from envhub.env import EnvFailure
 from envhub.envs.dataset.env import check, make_spec
-from envhub.envs.dataset.graders import exact_number, exact_text, final_answer, last_number
+from envhub.envs.dataset.graders import exact_number, exact_text, final_answer, last_number, math
 from tests.envhub.envs.dataset.made import DAPO, make, played
 
 
@@ -51,6 +51,26 @@ def test_function_of_trl_may_not_apply_to_a_record(tmp_path: Path) -> None:
     assert "reward_other" not in (result.metrics or {})
     with pytest.raises(EnvFailure, match=r"no reward applies to record 1 of train\.jsonl"):
         played(make(tmp_path, reward="user:trl_of_others"), "7")
+
+
+@pytest.mark.parametrize("reward", ["exact_text", "exact_number"])
+@pytest.mark.parametrize("answer", [None, " "])
+def test_record_without_a_reference_answer_is_refused(
+    tmp_path: Path, reward: str, answer: str | None
+) -> None:
+    records = [{"question": "a", "answer": "1"}, {"question": "b", "answer": answer}]
+    (line,) = check(make(tmp_path, records, reward=reward))
+    assert line == (
+        f"record 2 of train.jsonl: the record has no reference answer, which reward {reward} needs;"
+        " 1 such record in the train data"
+    )
+    assert check(make(tmp_path, records, reward="user:half")) == []
+
+
+@pytest.mark.parametrize("grade", [exact_number, exact_text, math])
+def test_missing_reference_answer_is_an_error_and_no_score(grade: Any) -> None:
+    with pytest.raises(ValueError, match="reference answer"):
+        grade("None", None)
 
 
 def test_verl_signature_is_accepted_as_it_is(tmp_path: Path) -> None:
