@@ -202,7 +202,8 @@ def as_conversation(record: Record, place: str) -> Record:
         before = [{**message, "weight": 0} for message in prompt]
         record = {**record, "messages": [*before, *completion]}
     if isinstance(record.get("steps"), list):
-        conversation = [_message(each, "source", "message", place) for each in record["steps"]]
+        messages = _messages_of_steps(record["steps"], place)
+        conversation = [_message(each, "role", "content", place) for each in messages]
         about = _about(record, place)
     elif isinstance(record.get("messages"), list):
         conversation = [_message(each, "role", "content", place) for each in record["messages"]]
@@ -222,6 +223,52 @@ def as_conversation(record: Record, place: str) -> Record:
     if tools is not None and not (isinstance(tools, list) and all(map(_is_map, tools))):
         raise ConfigError(f"{place}: 'tools' must be a list of objects")
     return {**converted, "tools": [_as_tool(each) for each in tools]} if tools else converted
+
+
+def _messages_of_steps(steps: list[object], place: str) -> list[object]:
+    """Return the steps of an ATIF document as messages. Observations follow their steps.
+
+    A result is a tool's message if its step has calls, else a user's. Copied steps have weight 0.
+    In a document with tokens this also holds for agent steps without tokens.
+
+    Raises: ConfigError: an observation is malformed.
+    """
+    has_tokens = any(_sampled_ids(step) is not None for step in steps)
+    messages: list[object] = []
+    for step in steps:
+        if not isinstance(step, dict):
+            raise ConfigError(f"{place}: a step is {type(step).__name__}, not a map")
+        calls = step.get("tool_calls") or []
+        is_copied = step.get("is_copied_context") is True
+        is_context = is_copied or (has_tokens and _sampled_ids(step) is None)
+        message = {
+            **{name: step[name] for name in FIELDS if name in step},
+            **{"role": step.get("source"), "content": step.get("message")},
+            "tool_calls": [_call_of(call) for call in calls] if isinstance(calls, list) else calls,
+        }
+        messages.append({**message, "weight": 0} if is_context else message)
+        observation = step.get("observation") or {}
+        results = observation.get("results") if isinstance(observation, dict) else observation
+        if not isinstance(results or [], list) or not all(map(_is_map, results or [])):
+            raise ConfigError(f"{place}: 'observation' must have a list 'results' of objects")
+        for result in results or []:
+            answer = {"role": "tool" if calls else "user", "content": result.get("content") or ""}
+            messages.append({**answer, "tool_call_id": result.get("source_call_id")})
+    return messages
+
+
+def _sampled_ids(step: object) -> object:
+    """Return `completion_token_ids` of an ATIF step; None: it has none."""
+    metrics = step.get("metrics") if isinstance(step, dict) else None
+    return metrics.get("completion_token_ids") if isinstance(metrics, dict) else None
+
+
+def _call_of(call: object) -> object:
+    """Return a call of an ATIF step in the form of chat templates."""
+    if not isinstance(call, dict) or "function_name" not in call:
+        return call
+    function = {"name": call["function_name"], "arguments": call.get("arguments")}
+    return {"id": call.get("tool_call_id"), "type": "function", "function": function}
 
 
 def _message(message: object, role_key: str, text_key: str, place: str) -> Record:
@@ -350,7 +397,8 @@ def _of_atif(record: Record, place: str) -> TokenRow | None:
             )
         new = len(prompt) - len(ids)
         ids = [*prompt, *sampled]
-        mask = [*mask, *[False] * new, *[True] * len(sampled)]
+        is_trained = step.get("is_copied_context") is not True
+        mask = [*mask, *[False] * new, *[is_trained] * len(sampled)]
         sampled_logprobs = metrics.get("logprobs") or [0.0] * len(sampled)
         if not isinstance(sampled_logprobs, list) or len(sampled_logprobs) != len(sampled):
             raise ConfigError(

@@ -455,6 +455,8 @@ def _atif(row: Trajectory, number: int, count: int, spoken: list[Spoken]) -> dic
         step["source"] = _SOURCES[message.role]
         if message.is_sampled:
             step["metrics"] = _metrics(row, *next(spans))
+        elif message.is_agent:
+            step["is_copied_context"] = True  # ATIF's field for answers that are not trained.
         steps.append(step)
     sampled = int(row.loss_mask.sum())
     # No agent step has the tokens after the last one.

@@ -17,7 +17,7 @@ from actor.formats.tools import ToolRenderer
 from common.errors import ConfigError
 from common.formats.chat_template import fingerprint
 from common.repository import ROOT
-from common.segments import as_rows
+from common.segments import as_fork, as_rows
 from common.wire.messages import EndReason, EpisodeKind, PolicyKind, Trajectory
 from learner.journal.journal import JournalWriter
 from tests.actor.formats.test_renderer import WITH_SYSTEM, make_chatml
@@ -147,6 +147,61 @@ def test_segments_that_are_read_as_messages_stay_one_episode(tmp_path, format: s
     assert num_episodes(rows) == 2
 
 
+@pytest.mark.parametrize("has_mark", [True, False])
+@pytest.mark.parametrize("format", ["agenttraj", "sft", "atif"])
+def test_shared_turn_of_a_fork_is_context_in_a_mixed_file(tmp_path, format: str, has_mark: bool):
+    """A record without tokens makes all records of a file messages."""
+    whole = episode()
+    is_later = np.cumsum(np.diff(whole.loss_mask.astype(int), prepend=0) == 1) == 2
+    turns = {"turn_ids": is_later.astype(np.int32), "num_turns": 2}
+    columns = {"invalid_turns": np.zeros(2, bool), "turn_scores": np.array([0, 0.9], np.float32)}
+    fork = as_fork(replace(whole, **turns, **columns), trunk=0, num_shared_turns=1)
+    path = written(tmp_path, format, [fork])
+    record = json.loads(path.read_text(encoding="utf-8"))
+    for step in [] if has_mark else record.get("steps", []):
+        step.pop("is_copied_context", None)
+    plain = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    path.write_text(f"{json.dumps(record)}\n{json.dumps(plain)}\n", encoding="utf-8")
+    rows = read_rows(path, tokenizer=TOKENIZER, max_tokens=10_000, key="k")
+    texts = [TOKENIZER.decode(row.token_ids[row.mask], skip_special_tokens=True) for row in rows]
+    assert texts == [ACTED[1], "b"]
+
+
+def test_observations_of_atif_are_messages(tmp_path):
+    call = {"tool_call_id": "c1", "function_name": "ls", "arguments": {"path": "/"}}
+    results = [{"source_call_id": "c1", "content": [{"type": "text", "text": "usr"}]}]
+    steps = [
+        {"source": "user", "message": "task"},
+        {
+            "source": "agent",
+            "message": "",
+            "tool_calls": [call],
+            "observation": {"results": results},
+        },
+        {"source": "agent", "message": "pwd", "observation": {"results": [{"content": "/"}]}},
+        {"source": "agent", "message": "old", "is_copied_context": True},
+        {"source": "user", "message": "go on"},
+    ]
+    path = tmp_path / "atif.jsonl"
+    path.write_text(json.dumps({"schema_version": "ATIF-v1.7", "steps": steps}), encoding="utf-8")
+    (read,) = read_conversations(path)
+    assert [(each.chat_role, each.text) for each in read.messages] == [
+        *(("user", "task"), ("assistant", ""), ("tool", "usr")),
+        *(("assistant", "pwd"), ("user", "/"), ("assistant", "old"), ("user", "go on")),
+    ]
+    assert [each.is_trained for each in read.messages if each.is_agent] == [True, True, False]
+    assert read.messages[1].calls[0]["function"] == {"name": "ls", "arguments": {"path": "/"}}
+    assert read.messages[2].call_id == "c1"
+    metrics = {"prompt_token_ids": [1], "completion_token_ids": [2]}
+    copied = {"source": "agent", "message": "x", "metrics": metrics, "is_copied_context": True}
+    row = tokens_of({"steps": [copied]}, "here")
+    assert row is not None
+    assert not row.mask.any()
+    path.write_text(json.dumps({"steps": [{**steps[0], "observation": ["x"]}]}), encoding="utf-8")
+    with pytest.raises(ConfigError, match="'observation' must have a list 'results' of objects"):
+        read_conversations(path)
+
+
 def _assert_exact(read: list[TokenRow | None]) -> None:
     assert len(read) == len(ROWS)
     for row, was in zip(read, ROWS, strict=True):
@@ -177,7 +232,7 @@ def test_export_skips_expert_failed_and_evaluation_episodes(tmp_path):
     ("record", "words"),
     [
         ({"messages": [{"role": "user", "content": 3}]}, "record 1: 'content' is int, not text"),
-        ({"steps": ["x"]}, "record 1: a message is str, not a map"),
+        ({"steps": ["x"]}, "record 1: a step is str, not a map"),
         ({"token_ids": [1], "loss_mask": []}, "must be lists of the same length"),
         (
             {"token_ids": [1], "loss_mask": [True], "policy": "model"},
