@@ -1,5 +1,6 @@
 """Episodes as token rows, from a run's journal or from a file of conversations."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +22,8 @@ from tools.exchange.agent_traj import (
 from tools.exchange.records import preference_of, read_records, tokens_of
 from tools.exchange.writing import trainable_episodes
 from tools.offline.written_answers import AnswerWriter, segments_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +59,8 @@ def read_rows(
 
     Tokens of a journal are used as they were sampled, one row per segment. Failures of the
     infrastructure, scripted play and evaluation on held-out items are left out. Rewards of
-    `groups.reward` replace those of the environment. Rows are truncated
-    on the right at `max_tokens`. A row without trained tokens is left out.
+    `groups.reward` replace those of the environment. Rows are truncated on the right at
+    `max_tokens`. A row without trained tokens is left out.
 
     Args:
         key: the setting that named `path`, for error messages.
@@ -139,6 +142,14 @@ def _rows_of_file(path: Path, tokenizer: Any, keep: KeepThinking, *, key: str) -
         return [row for each in preferences for row in rows_of_conversation(each, writer, keep)]
     tokens = [tokens_of(record, place, fingerprint=expected) for place, record in records]
     if not tokens or not all(tokens):
+        if any(tokens):
+            logger.warning(
+                "%s: records=%d of %d have no tokens of this tokenizer, so the messages of all"
+                " records are encoded",
+                path,
+                sum(not row for row in tokens),
+                len(tokens),
+            )
         writer = AnswerWriter(tokenizer)
         conversations = read_conversations(path)
         return [row for each in conversations for row in rows_of_conversation(each, writer, keep)]

@@ -149,7 +149,9 @@ def test_segments_that_are_read_as_messages_stay_one_episode(tmp_path, format: s
 
 @pytest.mark.parametrize("has_mark", [True, False])
 @pytest.mark.parametrize("format", ["agenttraj", "sft", "atif"])
-def test_shared_turn_of_a_fork_is_context_in_a_mixed_file(tmp_path, format: str, has_mark: bool):
+def test_shared_turn_of_a_fork_is_context_in_a_mixed_file(
+    tmp_path, format: str, has_mark: bool, caplog: pytest.LogCaptureFixture
+):
     """A record without tokens makes all records of a file messages."""
     whole = episode()
     is_later = np.cumsum(np.diff(whole.loss_mask.astype(int), prepend=0) == 1) == 2
@@ -165,6 +167,7 @@ def test_shared_turn_of_a_fork_is_context_in_a_mixed_file(tmp_path, format: str,
     rows = read_rows(path, tokenizer=TOKENIZER, max_tokens=10_000, key="k")
     texts = [TOKENIZER.decode(row.token_ids[row.mask], skip_special_tokens=True) for row in rows]
     assert texts == [ACTED[1], "b"]
+    assert "records=1 of 2 have no tokens of this tokenizer" in caplog.text
 
 
 def test_observations_of_atif_are_messages(tmp_path):

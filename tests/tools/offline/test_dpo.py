@@ -183,7 +183,10 @@ def pairs_of(tmp_path: Path, records: list[dict[str, Any]]) -> list[tuple[str, s
     tokenizer = make_tokenizer(["one two good bad"] * 8, vocab_size=300)
     rows = read_rows(path, tokenizer=tokenizer, max_tokens=99, key="dpo.data")
     return sorted(
-        (tokenizer.decode(pair.chosen.token_ids), tokenizer.decode(pair.rejected.token_ids))
+        (
+            str(tokenizer.decode(pair.chosen.token_ids)),
+            str(tokenizer.decode(pair.rejected.token_ids)),
+        )
         for pair in make_pairs(rows, DpoSection(), seed=0)
     )
 
@@ -213,8 +216,11 @@ def test_token_rows_without_an_item_are_paired_by_prompt(tmp_path: Path) -> None
 
 
 def test_equal_ids_of_two_environments_are_two_items(tmp_path: Path) -> None:
-    rows = [("one", "good", 1.0, "maze"), ("two", "bad", 0.0, "shop")]
-    records = [answered(*row, item_id="easy-train-1", env=env) for *row, env in rows]
+    item = {"item_id": "easy-train-1"}
+    records = [
+        answered("one", "good", 1.0, env="maze", **item),
+        answered("two", "bad", 0.0, env="shop", **item),
+    ]
     assert pairs_of(tmp_path, records) == []
 
 
