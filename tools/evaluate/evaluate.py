@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -53,7 +53,7 @@ NO_TURNS: Mapping[str, int] = {}
 DIGEST_CHARS = 10
 NO_NOTES: Mapping[str, str] = {}
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model")
-# Options of `actor` that change no completed episode, and those that are described elsewhere.
+# Options of `actor` that change no completed episode.
 OPERATIONAL = {
     "num_actors",
     "num_spares",
@@ -78,17 +78,13 @@ OPERATIONAL = {
     "env_timeout_s",
     "start_timeout_s",
     "delivery_window",
-    "learn_plans",
-    "learn_reflections",
-    "learn_summaries",
     "harnesses",
     "num_agents",
     "agents",
-    "temperature",
-    "max_turn_tokens",
-    "max_model_len",
-    "seats",
 }
+OF_LOSS = {"learn_plans", "learn_reflections", "learn_summaries"}
+# Options of `actor` that `describe_policy` adds by themselves.
+DESCRIBED = {"temperature", "max_turn_tokens", "max_model_len", "seats"}
 # Options of environments that limit resources, or name folders of a run.
 LIMITS_OF_ENVS = ("max_sessions", "max_jvms", "max_builds", "max_images", "run_dir", "token_env")
 # Fields of a row of eval.json that identify it. A row replaces one with the same values.
@@ -140,7 +136,7 @@ def describe_policy(
         "style": style,
         "source": "engine",
         "model": model.source or model.quantised or model.path,
-        "files": _digest_of_model(Path(model.path)),
+        "files": digest_of_model(Path(model.path)),
         "dtype": model.dtype,
         "temperature": actor.temperature,
         "max_turn_tokens": actor.max_turn_tokens,
@@ -152,7 +148,7 @@ def describe_policy(
     }
 
 
-def _digest_of_model(folder: Path) -> str:
+def digest_of_model(folder: Path) -> str:
     """Return a digest of the names, sizes and times of a model's files."""
     files = sorted(path for kind in MODEL_FILES for path in folder.glob(kind))
     stats = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
@@ -162,7 +158,8 @@ def _digest_of_model(folder: Path) -> str:
 def _of_actor(actor: ActorSection) -> dict[str, Any]:
     """Return the options of `actor` that may change an episode and differ from their defaults."""
     usual = ActorSection()
-    names = [field.name for field in fields(actor) if field.name not in OPERATIONAL]
+    others = OPERATIONAL | OF_LOSS | DESCRIBED
+    names = [field.name for field in fields(actor) if field.name not in others]
     return {
         name: value for name in names if (value := getattr(actor, name)) != getattr(usual, name)
     }
@@ -173,9 +170,9 @@ def digest_of_envs(envs: EnvsSection) -> str:
 
     The content of folders is no part of it.
     """
-    usual = dict(_leaves(asdict(EnvsSection())))
+    usual = dict(leaves(asdict(EnvsSection())))
     parts: list[list[Any]] = []
-    for name, value in _leaves(asdict(envs)):
+    for name, value in leaves(asdict(envs)):
         is_file = isinstance(value, str) and os.path.isfile(ROOT / value)
         content = _digest((ROOT / value).read_bytes()) if is_file else ""
         is_usual = name in usual and value == usual[name]
@@ -184,11 +181,11 @@ def digest_of_envs(envs: EnvsSection) -> str:
     return _digest(json.dumps(sorted(parts)))
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Generator[tuple[str, Any]]:
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Generator[tuple[str, Any]]:
     """Yield the dotted name and the value of each option of a section."""
     for name, value in tree.items():
         if isinstance(value, dict):
-            yield from _leaves(cast(dict[str, Any], value), f"{prefix}{name}.")
+            yield from leaves(cast(dict[str, Any], value), f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
@@ -210,7 +207,7 @@ def _of_seats(actor: ActorSection) -> dict[str, Any]:
     if ENDPOINT in seats.eval_opponents:
         settings["opponent_model"] = [seats.url, seats.model]
     if folders := seats.folders(in_training=False):
-        settings["opponent_files"] = [_digest_of_model(ROOT / folder) for folder in folders]
+        settings["opponent_files"] = [digest_of_model(ROOT / folder) for folder in folders]
         settings["opponent_options"] = seats.serve
     return settings
 
@@ -256,13 +253,21 @@ def read_plays(journal: Path, plans: Sequence[PlannedEpisode]) -> list[ItemPlays
 
 
 def _read(journal: Path, plans: Sequence[PlannedEpisode]) -> dict[str, Trajectory]:
-    """Return the last result of each planned episode. A failure never replaces a completed one."""
+    """Return the result of each planned episode that the journal has."""
     wanted = {plan.episode_id for plan in plans}
+    return results_of(each for _, each in read_journal(journal) if each.episode_id in wanted)
+
+
+def results_of(trajectories: Iterable[Trajectory]) -> dict[str, Trajectory]:
+    """Return the result of each episode by its id: the first complete one, else the last failure.
+
+    Args:
+        trajectories: the episodes of a journal, oldest first.
+    """
     results: dict[str, Trajectory] = {}
-    for _, trajectory in read_journal(journal):
+    for trajectory in trajectories:
         earlier = results.get(trajectory.episode_id)
-        is_complete = earlier is not None and not earlier.end_reason.is_infrastructure_failure
-        if trajectory.episode_id in wanted and not is_complete:
+        if earlier is None or earlier.end_reason.is_infrastructure_failure:
             results[trajectory.episode_id] = trajectory
     return results
 

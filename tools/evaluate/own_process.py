@@ -37,13 +37,6 @@ if TYPE_CHECKING:
 END_S = 10.0  # Seconds for the process to end after a signal.
 
 
-def play_given(
-    cfg: RunConfig, plans: Sequence[PlannedEpisode], url: str, token: str, folder: Path
-) -> None:
-    """Play with the checkpoint at `model.path`, and write to the journal at `folder`."""
-    play_in_own_process(make_job(cfg, plans, url, token, folder), cfg)
-
-
 def make_job(
     cfg: RunConfig, plans: Sequence[PlannedEpisode], url: str, token: str, journal: Path
 ) -> PlayJob:

@@ -111,6 +111,16 @@ def newest(rows: list[Row], max_episodes: int) -> list[Row]:
     return rows[starts[-max_episodes] :] if len(starts) > max_episodes else rows
 
 
+def first_plays(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows without the second and later plays of an episode, by the episode's id."""
+    starts = _starts(rows)
+    ends = [*starts[1:], len(rows)]
+    by_episode: dict[str, Sequence[Row]] = {}
+    for start, end in zip(starts, ends, strict=True):
+        by_episode.setdefault(rows[start].episode, rows[start:end])
+    return [row for play in by_episode.values() for row in play]
+
+
 def _starts(rows: Sequence[Row]) -> list[int]:
     """Return the index of the first row of each episode.
 
