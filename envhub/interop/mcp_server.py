@@ -318,7 +318,7 @@ class McpEpisode:
     async def _submit(self, answer: str) -> StepResult:
         """Return the result for an answer: from the item's `check` tool, or by comparison.
 
-        Raises: McpFailure: the tool failed or refused its arguments; no fault of the agent.
+        Raises: McpFailure: the tool failed, or refused its arguments.
         """
         check = self._item.get("check")
         if check is not None:

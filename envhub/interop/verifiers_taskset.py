@@ -193,6 +193,7 @@ class PlayerProcess:
             queue.put_nowait(None)
 
 
+NO_TOOLS_NOW = "There are no tools any more."
 TURN_FORM = f"{TOOL_FORM}\nWhat is no call is your answer."
 
 
@@ -232,6 +233,7 @@ class VerifiersEpisode(RemoteEpisode):
         self._options = shared.options
         self._player: PlayerProcess | None = None
         self._name = uuid.uuid4().hex
+        self._functions: list[dict[str, Any]] = []  # Tools of the last request.
         self._tools: list[str] = []
         self._calls: list[str] = []  # One example call per tool.
         self._known: list[Mapping[str, Any]] = []  # Messages that the agent has already received.
@@ -243,13 +245,7 @@ class VerifiersEpisode(RemoteEpisode):
         line = await self._player.begin(self._name, item.split, item.index)
         if "ask" not in line:
             raise VerifiersFailure(f"{self._options.shown}: {item_id} ended without a question")
-        functions = [tool["function"] for tool in line["tools"]]
-        self._tools = [function["name"] for function in functions]
-        self._calls = [sample_call(each["name"], each.get("parameters", {})) for each in functions]
-        self._first = self._messages_text(line)
-        if functions:
-            listed = [each | {"input_schema": each.get("parameters", {})} for each in functions]
-            self._first = f"{TURN_FORM}\n{tools_text(listed)}\n{self._first}"
+        self._first = self._request_text(line)
         self._observation = self._first
         return self._first
 
@@ -264,7 +260,7 @@ class VerifiersEpisode(RemoteEpisode):
         line = await self._player.answer(self._name, message)
         if "ask" in line:
             self._known.append(message)
-            return self._result(self._messages_text(line), is_valid=True)
+            return self._result(self._request_text(line), is_valid=True)
         outcome = line["paid"]
         self._reward = Rewards(self._shared.rule).add(outcome["reward"], is_last=True)
         self._is_done = True
@@ -301,6 +297,23 @@ class VerifiersEpisode(RemoteEpisode):
         check_sendable(message)
         return message
 
+    def _request_text(self, line: Mapping[str, Any]) -> str:
+        """Return the new messages of a request as text, after its tools if they have changed."""
+        return f"{self._changed_tools(line)}{self._messages_text(line)}"
+
+    def _changed_tools(self, line: Mapping[str, Any]) -> str:
+        """Offer the tools of a request; return their list, "" if it is that of the last request."""
+        functions = [tool["function"] for tool in line["tools"]]
+        if functions == self._functions:
+            return ""
+        self._functions = functions
+        self._tools = [function["name"] for function in functions]
+        self._calls = [sample_call(each["name"], each.get("parameters", {})) for each in functions]
+        if not functions:
+            return f"{NO_TOOLS_NOW}\n"
+        listed = [each | {"input_schema": each.get("parameters", {})} for each in functions]
+        return f"{TURN_FORM}\n{tools_text(listed)}\n"
+
     def _messages_text(self, line: Mapping[str, Any]) -> str:
         """Return the new messages of a request as text."""
         messages: list[Mapping[str, Any]] = line["ask"]
@@ -308,8 +321,22 @@ class VerifiersEpisode(RemoteEpisode):
         if _roles(messages[:start]) != _roles(self._known):
             start = 0  # The taskset has rewritten its history.
         self._known = list(messages)
-        text = "\n\n".join(filter(None, map(_words, messages[start:])))
-        return shortened(text, self._options.max_chars)
+        return _latest([*filter(None, map(_words, messages[start:]))], self._options.max_chars)
+
+
+def _latest(texts: Sequence[str], most: int) -> str:
+    """Return texts of at most `most` characters: the last one, and the end of those before it.
+
+    A note has the number of characters that are cut.
+    """
+    whole = "\n\n".join(texts)
+    before = "\n\n".join(texts[:-1])
+    if not before or len(whole) <= most:
+        return shortened(whole, most)
+    last = texts[-1]
+    cut = len(before) - max(0, most - len(last))
+    valid = before.encode(errors="replace").decode()
+    return f"[{cut} earlier characters] {valid[cut:]}\n\n{shortened(last, most)}"
 
 
 def _roles(messages: Sequence[Mapping[str, Any]]) -> list[tuple[Any, str]]:

@@ -130,15 +130,48 @@ def play(spec: EnvSpec, episodes: dict[str, list[str]]) -> dict[str, list[Any]]:
     return asyncio.run(all_of())
 
 
-def test_answer_with_braces_is_text_and_an_empty_one_is_invalid() -> None:
-    episode = VerifiersEpisode(
+def make_episode(*, max_chars: int = 8_000) -> VerifiersEpisode:
+    return VerifiersEpisode(
         Shared(
-            options=TasksetOptions(),
+            options=TasksetOptions(max_chars=max_chars),
             folder=Path(),
             subset=SubsetSpec(num_train=1, num_test=1, max_turns=1),
             rule=RewardRule(),
         )
     )
+
+
+def test_tools_of_a_later_request_replace_the_earlier_ones() -> None:
+    episode = make_episode()
+
+    def asked(*names: str) -> str:
+        tools = [{"function": {"name": name, "parameters": {}}} for name in names]
+        return episode._request_text(
+            {"ask": [{"role": "user", "content": "Go on."}], "tools": tools}
+        )
+
+    assert "- ring: " in asked("ring")
+    assert "Tools:" not in asked("ring")
+    assert "- sing: " in asked("sing")
+    assert "tool_calls" in episode._message('{"tool": "sing"}')
+    with pytest.raises(BadAction, match="there are: sing"):
+        episode._message('{"tool": "ring"}')
+    assert "no tools" in asked()
+    assert "tool_calls" not in episode._message('{"tool": "sing"}')
+
+
+def test_cut_of_a_rewritten_history_keeps_its_end() -> None:
+    episode = make_episode(max_chars=20)
+    messages = [{"role": "user", "content": text} for text in ("a" * 30, "b" * 8 + "c" * 8, "now?")]
+    text = episode._request_text({"ask": messages, "tools": []})
+    assert text == f"[32 earlier characters] {'b' * 8}{'c' * 8}\n\nnow?"
+    longest = [*messages[:1], {"role": "user", "content": "d" * 25}]
+    text = episode._request_text({"ask": longest, "tools": []})
+    assert text == f"[30 earlier characters] \n\n{'d' * 20} [5 more characters]"
+
+
+def test_answer_with_braces_is_text_and_an_empty_one_is_invalid() -> None:
+    episode = make_episode()
     with pytest.raises(BadAction, match="is empty"):
         episode._message("")
     episode._tools = ["ring"]
