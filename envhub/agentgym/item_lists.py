@@ -43,10 +43,11 @@ def indices_of(dialect: Dialect, options: RemoteOptions) -> dict[str, Sequence[i
     """Return the data indices of a server's training and test items, in order.
 
     The indices come from the configured files, otherwise from the dialect. `num_train` and
-    `num_test` select evenly spaced items. Without a training file, no test item is also a training
-    item.
+    `num_test` select evenly spaced items. Unless both files are configured, no test item is also a
+    training item.
 
-    Raises: ConfigError: a file is not a list of items of this dialect.
+    Raises: ConfigError: a file is not a list of items of this dialect, or all its training items
+        are the dialect's test items.
     """
     dialect_numbers = own_numbers(dialect)
     named = {split: read_list(getattr(options, f"{split}_items"), dialect) for split in SPLITS}
@@ -55,8 +56,35 @@ def indices_of(dialect: Dialect, options: RemoteOptions) -> dict[str, Sequence[i
         tested = frozenset(named["test"])
         rest = (number for split in SPLITS for number in dialect_numbers[split])
         numbers["train"] = [number for number in rest if number not in tested]
+    if named["train"] and not named["test"]:
+        numbers["train"] = _without_tests(named["train"], dialect_numbers["test"], options)
     wanted = {"train": options.num_train, "test": options.num_test}
     return {split: spread(numbers[split], wanted[split]) for split in SPLITS}
+
+
+def _without_tests(
+    trained: Sequence[int], tested: Sequence[int], options: RemoteOptions
+) -> list[int]:
+    """Return the items of a training list that are no test items of the dialect.
+
+    Raises: ConfigError: none is left.
+    """
+    held_out = frozenset(tested)
+    rest = [number for number in trained if number not in held_out]
+    if not rest:
+        raise ConfigError(
+            f"env.train_items={options.train_items}: all items are test items of {options.dialect};"
+            " name other test items with env.test_items"
+        )
+    if len(rest) < len(trained):
+        logger.warning(
+            "skipped training items that are test items file=%s skipped=%d of=%d; env.test_items "
+            "names other test items",
+            options.train_items,
+            len(trained) - len(rest),
+            len(trained),
+        )
+    return rest
 
 
 def own_numbers(dialect: Dialect) -> dict[str, Sequence[int]]:

@@ -29,8 +29,9 @@ def first_items() -> str:
 
 
 def spec_of(dialect: str, url: str, **changes: Any) -> EnvSpec:
-    """Return the environment that a server is here; its training items are its first ones."""
-    named: dict[str, Any] = {"train_items": first_items()} | changes
+    """Return the environment that a server is here; its items are its first ones."""
+    items = first_items()
+    named: dict[str, Any] = {"train_items": items, "test_items": items} | changes
     return make_spec(RemoteOptions(url=url, dialect=dialect, **named))
 
 

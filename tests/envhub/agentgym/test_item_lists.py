@@ -127,6 +127,19 @@ def test_listed_test_items_are_excluded_from_training(tmp_path: Path):
     assert {*found["train"]} == {*range(4639)} - {*found["test"]}
 
 
+def test_listed_training_items_exclude_the_default_test_items(tmp_path: Path):
+    tests = [*numbers("textcraft")["test"]]
+    trains = listed(tmp_path / "t.json", *(f"textcraft_{i}" for i in range(544)))
+    found = numbers("textcraft", train_items=trains)
+    assert [*found["test"]] == tests
+    assert {*found["train"]} == {*range(544)} - {*tests}
+    both = numbers("textcraft", train_items=trains, test_items=trains)
+    assert [*both["train"]] == [*both["test"]] == [*range(544)]
+    only = listed(tmp_path / "o.json", *(f"textcraft_{i}" for i in tests))
+    with pytest.raises(ConfigError, match=r"env\.train_items=.*all items are test items"):
+        numbers("textcraft", train_items=only)
+
+
 @pytest.mark.parametrize("name", ["maze", "babyai", "textcraft", "wordle"])
 def test_published_list_becomes_a_subset_of_our_environment(tmp_path: Path, name: str):
     path = listed(tmp_path / "list.json", *(f"{name}_{i}" for i in (7, 3, 11)))

@@ -304,7 +304,7 @@ def test_server_with_one_account_runs_one_episode_at_once():
 def test_unknown_items_are_refused_without_a_server():
     spec = spec_of("maze", "http://127.0.0.1:9")
     with pytest.raises(UnknownItem):
-        asyncio.run(made(spec).reset("all-test-9", 0))
+        asyncio.run(made(spec).reset("all-test-9999", 0))
 
 
 def test_split_without_items_is_called_empty():
