@@ -22,7 +22,7 @@ _EXPERTS = "benchmarks.gpu.expert_checks"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuCheck:
-    """One check: the function that measures, and its times on one H100."""
+    """One check: the function that measures, and its times on one H200, or an estimate."""
 
     name: str
     function: str  # The format is module:name. The function takes a DeviceBench.
@@ -42,61 +42,65 @@ CHECKS = (
         name="packed-4b",
         function=f"{_TRAINING}:check_packed",
         options={"number": 0},
-        usual_s=40,
+        usual_s=20,
         limit_s=150,
     ),
-    GpuCheck(name="flash", function=f"{_DEVICE}:check_flash_calls", usual_s=10, limit_s=60),
-    GpuCheck(name="layers", function=f"{_DEVICE}:check_packed_layers", usual_s=25, limit_s=120),
+    GpuCheck(name="flash", function=f"{_DEVICE}:check_flash_calls", usual_s=5, limit_s=60),
+    GpuCheck(name="layers", function=f"{_DEVICE}:check_packed_layers", usual_s=10, limit_s=120),
     GpuCheck(
-        name="prefix-trees", function=f"{_DEVICE}:check_prefix_trees", usual_s=30, limit_s=150
+        name="prefix-trees", function=f"{_DEVICE}:check_prefix_trees", usual_s=25, limit_s=150
     ),
-    GpuCheck(name="step", function=f"{_TRAINING}:check_step", usual_s=30, limit_s=120),
-    GpuCheck(name="growth", function=f"{_DEVICE}:check_growth", usual_s=45, limit_s=180),
+    GpuCheck(name="step", function=f"{_TRAINING}:check_step", usual_s=25, limit_s=120),
+    GpuCheck(name="growth", function=f"{_DEVICE}:check_growth", usual_s=60, limit_s=180),
     GpuCheck(
-        name="engine", function=f"{_WEIGHTS}:check_engine", usual_s=75, limit_s=240, needs=("vllm",)
-    ),
-    GpuCheck(
-        name="engine-lora",
+        name="engine",
         function=f"{_WEIGHTS}:check_engine",
-        options={"is_lora": True},
-        usual_s=50,
-        limit_s=180,
+        usual_s=160,
+        limit_s=300,
         needs=("vllm",),
-    ),
-    GpuCheck(
-        name="graphs", function=f"{_ENGINE}:check_graphs", usual_s=90, limit_s=300, needs=("vllm",)
     ),
     GpuCheck(
         name="packed-7b-lora",
         function=f"{_TRAINING}:check_packed",
         options={"number": 1},
-        usual_s=30,
+        usual_s=20,
         limit_s=150,
     ),
     GpuCheck(
         name="packed-0.6b",
         function=f"{_TRAINING}:check_packed",
         options={"number": 2},
-        usual_s=15,
+        usual_s=10,
         limit_s=90,
+    ),
+    GpuCheck(
+        name="engine-lora",
+        function=f"{_WEIGHTS}:check_engine",
+        options={"is_lora": True},
+        usual_s=130,
+        limit_s=300,
+        needs=("vllm",),
+    ),
+    GpuCheck(
+        name="graphs", function=f"{_ENGINE}:check_graphs", usual_s=90, limit_s=300, needs=("vllm",)
     ),
     GpuCheck(
         name="sleep", function=f"{_ENGINE}:check_sleep", usual_s=45, limit_s=180, needs=("vllm",)
     ),
-    GpuCheck(name="gloo", function=f"{_WEIGHTS}:check_gloo", usual_s=15, limit_s=90),
-    GpuCheck(name="weights", function=f"{_WEIGHTS}:check_transfers", usual_s=20, limit_s=120),
-    GpuCheck(name="shards", function=f"{_TRAINING}:check_shards", usual_s=20, limit_s=120),
-    GpuCheck(name="experts", function=f"{_EXPERTS}:check_experts", usual_s=30, limit_s=150),
-    GpuCheck(name="adapters", function=f"{_TRAINING}:check_adapters", usual_s=10, limit_s=90),
+    GpuCheck(name="gloo", function=f"{_WEIGHTS}:check_gloo", usual_s=10, limit_s=90),
+    GpuCheck(name="weights", function=f"{_WEIGHTS}:check_transfers", usual_s=10, limit_s=120),
+    GpuCheck(name="shards", function=f"{_TRAINING}:check_shards", usual_s=105, limit_s=240),
+    GpuCheck(name="experts", function=f"{_EXPERTS}:check_experts", usual_s=50, limit_s=150),
+    GpuCheck(name="adapters", function=f"{_TRAINING}:check_adapters", usual_s=5, limit_s=90),
     GpuCheck(name="compiled", function=f"{_TRAINING}:check_compiled", usual_s=60, limit_s=240),
     GpuCheck(name="canary", function=f"{_AGREEMENT}:check_canary", usual_s=5, limit_s=60),
-    GpuCheck(name="memory", function=f"{_TRAINING}:check_memory", usual_s=10, limit_s=60),
-    GpuCheck(name="long-row", function=f"{_TRAINING}:check_long_row", usual_s=20, limit_s=120),
+    GpuCheck(name="memory", function=f"{_TRAINING}:check_memory", usual_s=5, limit_s=60),
+    GpuCheck(name="long-row", function=f"{_TRAINING}:check_long_row", usual_s=25, limit_s=120),
     GpuCheck(
-        name="adapters-sent", function=f"{_WEIGHTS}:check_adapter_transfer", usual_s=15, limit_s=90
+        name="adapters-sent", function=f"{_WEIGHTS}:check_adapter_transfer", usual_s=10, limit_s=90
     ),
-    GpuCheck(name="repetition", function=f"{_AGREEMENT}:check_repetition", usual_s=10, limit_s=90),
-    GpuCheck(name="chunks", function=f"{_AGREEMENT}:check_chunks", usual_s=10, limit_s=90),
+    GpuCheck(name="repetition", function=f"{_AGREEMENT}:check_repetition", usual_s=5, limit_s=90),
+    GpuCheck(name="chunks", function=f"{_AGREEMENT}:check_chunks", usual_s=5, limit_s=90),
 )
 
 

@@ -88,8 +88,8 @@ def activation_bytes(
     if layers.is_offloaded:  # The host of a CPU is its device.
         on_device = min(num_again, 2) * per_input if row.is_cuda else 0
     units = 2 * shape.intermediate * row.width + per_input  # Gradients within a layer.
-    # The last norm, the rows of the head, and the sums of their gradients.
-    top = (6 if row.is_adapted else 7) * vector
+    # The last norm, the rows of the head, and the sums of their gradients. A GPU's are narrower.
+    top = (6 if row.is_adapted else 7) * vector - (3 * vector if row.is_cuda else 0)
     # Experts choose their tokens among all of a row.
     chunk = tokens if shape.experts else min(tokens, mlp_chunk_tokens or tokens)
     storing = tokens * (layers.num_stored * stored + max(top, units * (layers.num_stored > 0)))
@@ -120,6 +120,22 @@ def activation_bytes(
     text = f"{tokens:,} tokens x ({' + '.join(terms)})"
     head_bytes = tokens * (on_device + layers.num_stored * stored + top)
     return ActivationBytes(num_bytes, tokens * waiting * layers.is_offloaded, head_bytes, text)
+
+
+def logit_bytes(
+    row: RowSizes, peak: ActivationBytes, *, vocab: int, chunk_tokens: int, width: int
+) -> int:
+    """Return the bytes of a chunk's logits, as far as they exceed the peak of the layers.
+
+    A CPU has one buffer of them. A GPU has the products, the logits in fp32, and their gradient. No
+    layer is computed again at the same time.
+
+    Args:
+        width: bytes of a logit on a CPU.
+    """
+    per_word = row.width + 2 * FP32_BYTES if row.is_cuda else width
+    num_bytes = min(row.tokens, chunk_tokens) * vocab * per_word
+    return max(0, num_bytes - (peak.num_bytes - peak.head_bytes))
 
 
 def row_of(

@@ -32,6 +32,7 @@ from learner.policy.activation_plan import (
     RowSizes,
     activation_bytes,
     choose_layers,
+    logit_bytes,
     row_of,
 )
 from learner.policy.model_shape import BYTES_OF, ModelShape, read_shape
@@ -409,21 +410,15 @@ def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> li
 
 
 def _logits_part(cfg: RunConfig, shape: ModelShape, row: RowSizes, peak: ActivationBytes) -> Part:
-    """Return the logits of a chunk, as far as they exceed the peak of the layers.
-
-    A CPU has one buffer of them, and no layer is computed again at the same time. On a GPU the sum
-    is an upper limit, with copies of the scores.
-    """
-    rows = min(row.tokens, cfg.learner.logprob_chunk_tokens)
-    if row.is_cuda:
-        formula = f"{rows:,} tokens x {shape.vocab:,} words x 4 B x 3"
-        return Part("logits", 3 * 4 * rows * shape.vocab, formula)
+    """Return the logits of a chunk, as far as they exceed the peak of the layers."""
+    chunk_tokens = cfg.learner.logprob_chunk_tokens
     width = row.width if cfg.model.dtype == "bfloat16" else 4  # The head has the engine's dtype.
-    formula = f"{rows:,} tokens x {shape.vocab:,} words x {width} B"
-    num_bytes = width * rows * shape.vocab
+    num_bytes = logit_bytes(row, peak, vocab=shape.vocab, chunk_tokens=chunk_tokens, width=width)
+    size = f"({row.width} B + 4 B + 4 B)" if row.is_cuda else f"{width} B"
     unused = peak.num_bytes - peak.head_bytes
     less = f", less {unused:,} B that a layer uses at another time" if unused else ""
-    return Part("logits", max(0, num_bytes - unused), formula + less)
+    rows = min(row.tokens, chunk_tokens)
+    return Part("logits", num_bytes, f"{rows:,} tokens x {shape.vocab:,} words x {size}{less}")
 
 
 def _exchange_parts(

@@ -23,7 +23,7 @@ from benchmarks.learner.suite import add_peaks, add_step_cost, add_ways
 from common.config.algorithm import AlgorithmSection
 from common.config.learner import Activations, Attention, Layout, LearnerSection, Offload, Precision
 from learner.batch.batching import Sample, TokenBatch, collate_tokens
-from learner.policy.activation_plan import activation_bytes, choose_layers, row_of
+from learner.policy.activation_plan import activation_bytes, choose_layers, logit_bytes, row_of
 from learner.policy.forward import Networks, Passes
 from learner.policy.merging import merged_tensors
 from learner.policy.model import parameter_count, vocabulary_size, whole
@@ -308,5 +308,6 @@ def _planned_row(model: PreTrainedModel, cfg: LearnerSection, *, is_cuda: bool) 
     row = row_of(cfg, 0, is_cuda=is_cuda, is_bf16=True)
     stored = choose_layers(cfg, shape, row, num_layers=shape.layers)
     peak = activation_bytes(shape, row, stored, mlp_chunk_tokens=cfg.mlp_chunk_tokens)
-    logits = 3 * 4 * min(row.tokens, cfg.logprob_chunk_tokens) * shape.vocab
+    chunk_tokens = cfg.logprob_chunk_tokens
+    logits = logit_bytes(row, peak, vocab=shape.vocab, chunk_tokens=chunk_tokens, width=row.width)
     return peak.num_bytes + logits + 2 * parameter_count(model)  # And bf16 copies of the weights.
