@@ -189,11 +189,16 @@ async def play_in_branches(
     if played.end_reason.is_infrastructure_failure:
         raise EnvError(f"{plan.item_id}: {played.end_reason.value}: {played.error}")
     records: list[dict[str, Any]] = []
-    for row in as_rows(played):
+    rows = as_rows(played)
+    for segment, row in enumerate(rows):
         tokens = zip(row.token_ids.tolist(), row.loss_mask.tolist(), strict=True)
         messages = [render.message(token, is_learnt=learnt) for token, learnt in tokens]
         records.append(
-            {"conversations": messages, "item_id": plan.item_id, "reward": played.reward}
+            {
+                **{"conversations": messages, "env": plan.env, "item_id": plan.item_id},
+                **{"episode_id": plan.episode_id, "reward": played.reward},
+                **{"segment": segment, "num_segments": len(rows)},
+            }
         )
     return records, played.is_success
 
@@ -352,4 +357,5 @@ async def _play(
             break
         messages.append({"from": "human", "loss": None, "value": result.observation})
     await session.close()
-    return [{"conversations": messages, "item_id": plan.item_id, "reward": reward}], is_solved
+    item = {"env": plan.env, "item_id": plan.item_id}
+    return [{"conversations": messages, **item, "reward": reward}], is_solved

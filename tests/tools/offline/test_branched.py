@@ -19,6 +19,8 @@ from tests.configs import edited
 from tools.evaluate.play import PlannedEpisode
 from tools.offline.config import SftConfig
 from tools.offline.demonstrate import _play, demonstrate, play_in_branches
+from tools.offline.rows import num_episodes, read_rows
+from tools.offline.scratch import make_tokenizer
 
 PLAN = PlannedEpisode(
     episode_id="0/0", env="toy", item_id="toy-train-0", seed=0, horizon=9, policy=PolicyKind.EXPERT
@@ -99,6 +101,19 @@ def test_demonstrations_begin_like_episodes(roles: list[str]) -> None:
     assert first["value"].endswith("Jump.\n\nfirst")
     shown_roles = [each.get("role", each["from"]) for each in before]
     assert shown_roles == [{"user": "human", "assistant": "gpt"}.get(role, role) for role in roles]
+
+
+def test_segments_of_a_demonstration_are_one_episode(tmp_path: Path) -> None:
+    options = AgentOptions(context=ContextKind.FOLD, branch_instruction="!", branch_turns=4)
+    toys = cast(Environments, Toys(answers()))
+    records, _ = asyncio.run(play_in_branches(toys, PLAN, options))
+    path = tmp_path / "demonstrations.jsonl"
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records), encoding="utf-8")
+    tokenizer = make_tokenizer(["jump one two three"] * 8, vocab_size=300)
+    rows = read_rows(path, tokenizer=tokenizer, max_tokens=1_000, key="k")
+    assert len(rows) == 3
+    assert num_episodes(rows) == 1
+    assert {row.item_id for row in rows} == {"toy/toy-train-0"}
 
 
 def test_fold_branch_is_replaced_by_its_return() -> None:
