@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from actor.rollout.episode import action_number
+from common.config.actor import AgentFormat
 from common.config.algorithm import (
     Advantage,
     Aggregation,
@@ -305,6 +307,17 @@ def test_replay_shows_each_segments_prompt_and_repeats_its_actions() -> None:
     # Earlier samples of the same segment, such as a call of a branch, are not either.
     called = replace(whole, turn_ids=np.array([1] * 8, dtype=np.int32))
     assert recorded_of(called, Numbers(), style="compact")["actions"][1] == actions[1]
+
+
+def test_replay_repeats_texts_sent_to_an_environment_with_tools() -> None:
+    whole = played(0, 2)
+    form = AgentFormat.FUNCTION_CALL
+    texts = recorded_of(whole, Numbers(), style="compact")["actions"]
+    assert recorded_of(whole, Numbers(), style="compact", format=form)["actions"] == ["", ""]
+    numbers = np.array([action_number(""), action_number(texts[1])], dtype=np.int32)
+    sent = replace(whole, turn_actions=numbers)
+    repeated = recorded_of(sent, Numbers(), style="compact", format=form)["actions"]
+    assert repeated == ["", texts[1]]
 
 
 def test_replay_labels_text_unseen_by_environment() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from actor.rollout.episode import action_number
 from common import segments
 from common.config.actor import AgentFormat
 from common.errors import ConfigError, WireError
@@ -534,11 +535,12 @@ def recorded_of(
     return {
         **{"env": t.env, "item": t.item_id, "style": style},
         "actions": [
-            read_any(
-                format if is_model else AgentFormat.PLAIN,
+            _action_of(
                 texts.text(t.token_ids[_acted(turn[is_action[turn]], starts)].tolist()),
+                format=format if is_model else AgentFormat.PLAIN,
+                number=t.turn_actions[at] if at < len(t.turn_actions) else None,
             )
-            for turn in turns
+            for at, turn in enumerate(turns)
         ],
         "shown": [
             "".join(texts.texts(t.token_ids[turn[~t.loss_mask[turn]]].tolist()))
@@ -547,6 +549,19 @@ def recorded_of(
         ],
         **{"scores": t.turn_scores.tolist(), "states": t.turn_states.tolist()},
     }
+
+
+def _action_of(answer: str, *, format: AgentFormat, number: int | None) -> str:
+    """Return the action of an answer.
+
+    With tools of the environment, the text of an answer without a call was the action.
+
+    Args:
+        number: recorded hash of the action; None: not recorded.
+    """
+    action = read_any(format, answer)
+    is_text = format is AgentFormat.FUNCTION_CALL and not action
+    return answer if is_text and action_number(answer) == number else action
 
 
 def _tokens_by_turn(t: Trajectory) -> list[np.ndarray]:
