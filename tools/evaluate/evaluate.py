@@ -52,7 +52,7 @@ TaskLists = Mapping[str, list[str]]
 NO_TURNS: Mapping[str, int] = {}
 DIGEST_CHARS = 10
 NO_NOTES: Mapping[str, str] = {}
-MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model")
+MODEL_FILES = ("*.safetensors", "*.json", "*.model")
 # Options of `actor` that change no completed episode.
 OPERATIONAL = {
     "num_actors",
@@ -149,10 +149,11 @@ def describe_policy(
 
 
 def digest_of_model(folder: Path) -> str:
-    """Return a digest of the names, sizes and times of a model's files."""
+    """Return a digest of the names, sizes and times of a model's files, and of its templates."""
     files = sorted(path for kind in MODEL_FILES for path in folder.glob(kind))
     stats = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-    return _digest(json.dumps(stats))
+    templates = [_digest(path.read_bytes()) for path in sorted(folder.glob("*.jinja"))]
+    return _digest(json.dumps([stats, templates]))
 
 
 def _of_actor(actor: ActorSection) -> dict[str, Any]:
