@@ -83,7 +83,9 @@ GUARD = """
 trap '' INT TERM HUP
 read -r _
 engine=$1 num=$2; shift 2
-n=0; for name; do [ $n -lt $num ] && "$engine" rm --force --volumes "$name"; n=$((n + 1)); done
+gone() { "$engine" rm --force --volumes "$1" || ! "$engine" container inspect "$1"; }
+removed() { gone "$1" || { sleep 1; gone "$1"; }; }
+n=0; for name; do [ $n -lt $num ] && removed "$name"; n=$((n + 1)); done
 [ $# -gt $num ] && { shift "$num"; "$engine" volume rm --force "$@"; }
 """
 # Options by which a folder in memory belongs to the user of the commands.

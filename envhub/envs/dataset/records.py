@@ -338,7 +338,7 @@ def _tokenizer_digest(options: DatasetOptions) -> str:
 
 
 def _without(prompts: PromptMaker, data: DataSplit, held_out: DataSplit) -> list[int]:
-    """Return the records whose prompts are not held out. Copies of such prompts are left out."""
+    """Return the records whose prompts are not held out; all others if no such record is left."""
     others = sorted({*data.numbers} - {*held_out.numbers})
     if not held_out.numbers:
         return others
@@ -346,6 +346,11 @@ def _without(prompts: PromptMaker, data: DataSplit, held_out: DataSplit) -> list
     seen = {*_texts(prompts, held_out)}
     left = [number for number, text in zip(others, texts, strict=True) if text not in seen]
     num_copies = len(others) - len(left)
+    if num_copies and not left:
+        logger.warning(
+            "dataset: all %d records are copies of held-out prompts, and are trained", num_copies
+        )
+        return others
     if num_copies:
         logger.warning(
             "dataset: copies of held-out prompts are not trained num=%d of=%d",

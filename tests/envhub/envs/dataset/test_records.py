@@ -58,6 +58,14 @@ def test_copies_of_held_out_prompts_are_not_trained(
     assert "copies of held-out prompts are not trained" in caplog.text
 
 
+def test_copies_of_held_out_prompts_are_trained_if_there_are_no_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = load(tmp_path, NUMBERED[:1] * 5, eval_size=2)
+    assert len(prompts(dataset)) == 3
+    assert "all 3 records are copies of held-out prompts" in caplog.text
+
+
 def test_equal_columns_are_other_prompts_with_another_template(tmp_path: Path) -> None:
     records = [{"prompt": "Add.", "input": str(number), "answer": "1"} for number in range(20)]
     dataset = load(tmp_path, records, eval_size=2, template="{{ prompt }} {{ input }}")
