@@ -76,8 +76,9 @@ STARTER = LOSES_FIRST + '; printf %s "$1"; cd "$2" 2>/dev/null || exit 125; shif
 NO_FOLDER = 125
 # A pipe's input is closed without a byte, so the file is empty.
 WRITER = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1" && chmod "$2" "$1"'
-READER = '[ -e "$1" ] || exit 3; [ -f "$1" ] || exit 4; head -c "$2" "$1"'
-ABSENT, IRREGULAR = 3, 4
+READER = '[ -e "$1" ] || exit 3; [ -f "$1" ] || exit 4; head -c "$2" "$1" || exit 5'
+ABSENT, IRREGULAR, UNREADABLE = 3, 4, 5
+READ_CODES = (0, ABSENT, IRREGULAR, UNREADABLE)
 # Removes the containers and volumes when the hub closes its input, or when the hub is killed.
 GUARD = """
 trap '' INT TERM HUP
@@ -699,13 +700,19 @@ class ContainerSandbox:
             path = posixpath.join(self._folder, path)
             argv = ["sh", "-c", READER, "sh", path, str(max_bytes + 1)]
             user = "" if self._group.is_closed else ROOT
-            result = await self._run(
-                argv,
-                timeout_s=COPY_TIMEOUT_S,
-                max_output_bytes=2 * max_bytes + 4,
-                folder="/",
-                user=user,
-            )
+            for _ in range(2):
+                result = await self._run(
+                    argv,
+                    timeout_s=COPY_TIMEOUT_S,
+                    max_output_bytes=2 * max_bytes + 4,
+                    folder="/",
+                    user=user,
+                )
+                if result.ended_by is not CommandEnd.EXIT or result.exit_code in READ_CODES:
+                    break
+            else:  # The engine lost the result, so the file is unknown.
+                error = result.text.strip()[-300:]
+                raise SandboxFailed(f"{self._engine.name} reads no {path}: {error}")
         if result.exit_code == ABSENT:
             raise RefusedBySandbox(f"{path}: {os.strerror(2)}")
         if result.exit_code == IRREGULAR:

@@ -64,6 +64,7 @@ def make_policy(folder: Path) -> Path:
     fast.add_tokens([AddedToken(mark, special=False) for mark in calls])
     fast.chat_template = TOOLS_TEMPLATE
     torch.manual_seed(0)
+    words = fast.get_vocab()
     config = Qwen3Config(
         vocab_size=4096,
         hidden_size=32,
@@ -74,8 +75,8 @@ def make_policy(folder: Path) -> Path:
         head_dim=32,
         max_position_embeddings=MAX_TOKENS,
         bos_token_id=None,
-        eos_token_id=fast.convert_tokens_to_ids("<|im_end|>"),
-        pad_token_id=fast.convert_tokens_to_ids("<|endoftext|>"),
+        eos_token_id=words["<|im_end|>"],
+        pad_token_id=words["<|endoftext|>"],
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     fast.save_pretrained(folder)

@@ -51,7 +51,8 @@ def episode_of(renderer: Renderer, member: int) -> Trajectory:
     for text in answers_of(rng):
         ids = [*renderer.completion(text), renderer.end_of_turn_ids[0]]
         turns.append(Turn(ids, [-2.0 - rng.random() for _ in ids], [0] * len(ids)))
-    session = Count([go_on()] * (NUM_TURNS - 1) + [go_on(done=True, reward=float(member))])
+    answers: list[Any] = [go_on()] * (NUM_TURNS - 1) + [go_on(done=True, reward=float(member))]
+    session = Count(answers)
     return play(
         session,
         lease=replace(

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import socket
 import subprocess
 import threading
@@ -374,6 +375,33 @@ def test_files_enter_and_leave_a_container() -> None:
         ):
             with pytest.raises(RefusedBySandbox, match=reason):
                 await sandbox.read(path, max_bytes=9)
+
+    in_container(work)
+
+
+def test_result_that_the_engine_loses_is_no_unreadable_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's program runs the read, and loses its result as often as a file says."""
+    lost = tmp_path / "lost"
+    program = tmp_path / "podman"
+    program.write_text(
+        f'#!/bin/sh\ncase "$*" in *"head -c"*) ;; *) exec {shutil.which("podman")} "$@" ;; esac\n'
+        f'left=$(cat {lost})\n[ "$left" = 0 ] && exec {shutil.which("podman")} "$@"\n'
+        f'echo $((left - 1)) > {lost}\n{shutil.which("podman")} "$@"\n'
+        'echo "timed out waiting for file: internal libpod error"\nexit 255\n',
+        encoding="utf-8",
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    async def work(sandbox: Sandbox) -> None:
+        await sandbox.write("/reward.txt", b"1")
+        lost.write_text("1", encoding="utf-8")
+        assert await sandbox.read("/reward.txt", max_bytes=9) == b"1"
+        lost.write_text("2", encoding="utf-8")
+        with pytest.raises(SandboxFailed, match=r"podman reads no /reward\.txt"):
+            await sandbox.read("/reward.txt", max_bytes=9)
 
     in_container(work)
 
