@@ -199,6 +199,16 @@ class AppendFile:
         """Wait until all appended bytes survive a power cut. Raises: OSError."""
         os.fsync(self._fd)
 
+    def append_synced(self, buffers: Sequence[bytes | memoryview]) -> None:
+        """Append the buffers and sync them. Raises: OSError: it failed, the file is unchanged."""
+        start = self.size
+        self.append(buffers)
+        try:
+            self.sync()
+        except OSError:
+            self.truncate(start)
+            raise
+
     def write_again(self, start: int, end: int) -> None:
         """Write the bytes in [start, end) once more, which a failed sync may have lost.
 

@@ -206,16 +206,16 @@ def _moved(game: Any, text: str) -> ActionResult:
     return ActionResult(text=reason, reward=reward, is_done=True, is_valid=is_valid)
 
 
-def new_text(before: str, shown: str, own: str) -> str:
+def new_text(before: str, shown: str, move_entry: str) -> str:
     """Return the part of a transcript that the player has not seen.
 
     Args:
         before: the transcript before the move.
         shown: the transcript after it. The whole text is new unless it continues `before`.
-        own: the entry of the move in the transcript, which is left out.
+        move_entry: the entry of the move in the transcript, which is left out.
     """
     added = shown.removeprefix(before)
-    return added.removeprefix(own) or shown
+    return added.removeprefix(move_entry) or shown
 
 
 class TextArenaGame:
@@ -262,8 +262,8 @@ class TextArenaGame:
         self._shown = moved.text
         role = self._game.state.role_mapping.get(0, "Player 0")
         logged = self._game.state.logs[num_logged:]
-        own = "".join(f"\n[{role}] {entry}" for player, entry in logged if player == 0)
-        return replace(moved, text=new_text(before, self._shown, own))
+        move_entry = "".join(f"\n[{role}] {entry}" for player, entry in logged if player == 0)
+        return replace(moved, text=new_text(before, self._shown, move_entry))
 
     def close(self) -> None:
         """Do nothing: a game is only an object."""

@@ -84,13 +84,7 @@ class RewardLog:
 
         def write() -> None:
             with self._lock:
-                size = self._file.size
-                self._file.append([line])
-                try:
-                    self._file.sync()
-                except OSError:
-                    self._file.truncate(size)
-                    raise
+                self._file.append_synced([line])
                 self.rewards[reward.group_id] = reward
 
         with_room(write, self._file.path, check=check)

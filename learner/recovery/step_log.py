@@ -16,6 +16,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,16 +113,7 @@ class StepLog:
         line = _line(step)
         size = self._file.size
 
-        def write() -> None:
-            """Append the line and sync it; after a failure, remove it again."""
-            self._file.append([line])
-            try:
-                self._file.sync()
-            except OSError:
-                self._file.truncate(size)
-                raise
-
-        with_room(write, self._file.path, check=check)
+        with_room(partial(self._file.append_synced, [line]), self._file.path, check=check)
         self._note(step, size + self._shift)
 
     def first_needed(self, *, version: int, closed_below: int) -> int:
@@ -376,17 +368,7 @@ class PartLog:
         if not parts:
             return
         lines = [_part_line(part) for part in parts]
-
-        def write() -> None:
-            size = self._file.size
-            self._file.append(lines)
-            try:
-                self._file.sync()
-            except OSError:
-                self._file.truncate(size)
-                raise
-
-        with_room(write, self._file.path, check=check)
+        with_room(partial(self._file.append_synced, lines), self._file.path, check=check)
 
     def prune(self, steps: Path) -> None:
         """Remove the first parts, which no step of the step log has, if the log is large enough.

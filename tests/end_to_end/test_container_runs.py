@@ -1,6 +1,6 @@
 """Policies are trained on tasks with images of their own: whole runs with containers.
 
-The small policy solves no task. A reward over the group tells its answers apart.
+The small policy solves no task. A reward over the group gives its answers different rewards.
 """
 
 import subprocess

@@ -2,7 +2,7 @@
 
 The harnesses are installed at the first run, as in `tests/actor/agents/test_harnesses.py`. The
 policy is a small random network with a tokenizer of the documentation, so it solves no task. A
-reward over the group tells its answers apart, and each step changes the weights.
+reward over the group gives its answers different rewards, and each step changes the weights.
 """
 
 import json
