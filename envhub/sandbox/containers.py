@@ -76,7 +76,8 @@ STARTER = LOSES_FIRST + '; printf %s "$1"; cd "$2" 2>/dev/null || exit 125; shif
 NO_FOLDER = 125
 # A pipe's input is closed without a byte, so the file is empty.
 WRITER = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1" && chmod "$2" "$1"'
-READER = '[ -e "$1" ] || exit 3; [ -f "$1" ] || exit 4; head -c "$2" "$1" || exit 5'
+IS_REGULAR = '[ -e "$1" ] || exit 3; [ -f "$1" ] || exit 4; '
+READER = f'{IS_REGULAR}head -c "$2" "$1" || exit 5'
 ABSENT, IRREGULAR, UNREADABLE = 3, 4, 5
 READ_CODES = (0, ABSENT, IRREGULAR, UNREADABLE)
 # Removes the containers and volumes when the hub closes its input, or when the hub is killed.

@@ -21,8 +21,8 @@ from envhub.sandbox.containers import (
     ABSENT,
     GRACE_S,
     IRREGULAR,
+    IS_REGULAR,
     NO_FOLDER,
-    READER,
     ROOT,
     STARTER,
     TRUNCATED,
@@ -49,6 +49,8 @@ SERVER = Path(__file__).parent / "harbor_process.py"
 MAX_LINE_BYTES = 256 << 20
 PROBE_TIMEOUT_S = 120.0
 CALL_TIMEOUT_S = 600.0
+# The result of `head` is lost in a pipe, so a full stop after the content shows its success.
+READER = f'{IS_REGULAR}{{ head -c "$2" "$1" && printf .; }} | base64'
 MARK_BYTES = 1024  # Room for the mark, and for the text of a shell before it.
 
 
@@ -337,7 +339,7 @@ class HarborSandbox:
         check_words("path", [path])
         path = posixpath.join(self._folder, path)
         # A download could write a link, which leads to a file of this machine.
-        argv = ["sh", "-c", f"{READER} | base64", "sh", path, str(max_bytes + 1)]
+        argv = ["sh", "-c", READER, "sh", path, str(max_bytes + 1)]
         result = await self._as_root(argv, max_output_bytes=2 * max_bytes + 4096)
         if result.exit_code == ABSENT:
             raise RefusedBySandbox(f"{path}: {os.strerror(errno.ENOENT)}")
@@ -350,6 +352,9 @@ class HarborSandbox:
             content = base64.b64decode("".join(text.split()), validate=True)
         except ValueError as error:
             raise RefusedBySandbox(f"{path}: {text[-300:]}") from error
+        if not content.endswith(b"."):
+            raise SandboxFailed(f"the sandbox reads no {path}")
+        content = content[:-1]
         if len(content) > max_bytes:
             raise RefusedBySandbox(f"{path}: it has more than {max_bytes} bytes")
         return content
