@@ -275,7 +275,7 @@ class HarborSandbox:
         # Without the mark, the provider did not start the command.
         mark = f"[{secrets.token_hex(8)}]"
         place = folder or self._folder
-        command = f"{shlex.join(['sh', '-c', STARTER, 'sh', mark, place, *argv])} 2>&1"
+        command = f"{shlex.join(['sh', '-c', STARTER, 'sh', mark, place, *argv])} 2>&1 </dev/null"
         check_words("command with its quotes", [command])
         arguments = {
             "command": command,

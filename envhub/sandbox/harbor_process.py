@@ -25,6 +25,8 @@ from harbor.models.trial.paths import TrialPaths
 MAX_LINE_BYTES = 256 << 20
 GRACE_S = 60.0
 CLEAR_TIMEOUT_S = 50
+# podman-compose runs each command in a terminal, in which a pager would wait for keys.
+TERMINAL_VARIABLES = {"TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat"}
 # Harbor starts a container by `sh -c "sleep infinity"`, whose shell may have a child. `kill -9 -1`
 # would end this child, and with it the container. New processes need further rounds.
 CLEAR = r"""
@@ -49,6 +51,7 @@ class Server:
     def __init__(self) -> None:
         self._environments: dict[str, Any] = {}
         self._starts: dict[str, asyncio.Task[Any]] = {}
+        self._terminals: set[str] = set()  # Sandboxes whose commands run in a terminal.
         self._folder = tempfile.TemporaryDirectory(prefix="longstride-harbor-")
 
     async def probe(self, provider: str) -> None:
@@ -94,6 +97,8 @@ class Server:
             await self.stop(sandbox)
             raise
         self._starts.pop(sandbox, None)
+        if place.endswith("\r\n"):
+            self._terminals.add(sandbox)
         return settings.get("workdir") or place.strip()
 
     async def exec(
@@ -110,6 +115,9 @@ class Server:
         An output above `max_bytes` has a begin and an end.
         """
         environment = self._environments[sandbox]
+        has_terminal = sandbox in self._terminals
+        if has_terminal:
+            variables = TERMINAL_VARIABLES | variables
         began_s = time.monotonic()
         code, output = None, b""
         try:
@@ -126,6 +134,8 @@ class Server:
             if time.monotonic() - began_s < limit_s:
                 raise
             await self.clear(sandbox)
+        if has_terminal:  # It has added a carriage return to each line feed.
+            output = output.replace(b"\r\n", b"\n")
         is_long = len(output) > max_bytes
         half = max_bytes // 2
         return {
@@ -166,6 +176,7 @@ class Server:
         if (start := self._starts.pop(sandbox, None)) is not None:
             start.cancel()  # It deletes its own sandbox.
             return
+        self._terminals.discard(sandbox)
         environment = self._environments.pop(sandbox, None)
         if environment is not None:
             await environment.stop(delete=True)

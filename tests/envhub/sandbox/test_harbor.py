@@ -75,7 +75,8 @@ class Environment:
             raise RuntimeError("no answer")
         if "kill -9" in command:
             return types.SimpleNamespace(stdout="", stderr="", return_code=137)
-        process = await asyncio.create_subprocess_exec("bash", "-c", command, stdout=-1)
+        process = await asyncio.create_subprocess_exec(
+            "bash", "-c", command, stdout=-1, env={**os.environ, **(env or {})})
         try:
             async with asyncio.timeout(timeout_sec):
                 output, _ = await process.communicate()
@@ -83,8 +84,10 @@ class Environment:
             process.kill()
             self.is_lost = "lose" in command
             raise RuntimeError("over its time")
-        return types.SimpleNamespace(
-            stdout=output.decode(), stderr="", return_code=process.returncode)
+        text = output.decode()
+        if self.title == "terminal":
+            text = text.replace("\\n", "\\r\\n")
+        return types.SimpleNamespace(stdout=text, stderr="", return_code=process.returncode)
     async def upload_file(self, source, target):
         shutil.copy(source, target)
     def note(self, text):
@@ -159,6 +162,18 @@ def test_sandbox_whose_start_is_cancelled_is_deleted(
 
 
 @pytest.mark.slow
+def test_output_of_a_terminal_is_that_of_a_pipe(package: SandboxOptions, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with backend(package) as sandboxes:
+            sandbox = await create(sandboxes, tmp_path, "terminal")
+            argv = ["sh", "-c", r"printf 'a\nb\r\n'; echo $PAGER; cat"]
+            result = await sandbox.exec(argv, timeout_s=60.0, max_output_bytes=100)
+            assert (result.output, result.num_bytes) == (b"a\nb\r\ncat\n", 9)
+
+    asyncio.run(work())
+
+
+@pytest.mark.slow
 def test_output_and_files_of_a_sandbox_of_harbor_are_its_own(
     package: SandboxOptions, tmp_path: Path
 ) -> None:
@@ -224,6 +239,10 @@ def test_task_is_solved_in_a_sandbox_of_harbor(tmp_path: Path) -> None:
             return [await env.step(each or await env.expert_action() or "") for each in actions]
         finally:
             await env.close()
+            sandboxes = env._shared.backend
+            assert isinstance(sandboxes, HarborSandboxes)
+            assert sandboxes._process is not None
+            await sandboxes._process.close()
 
     async def both() -> None:
         assert (await play(None, None))[-1].reward == 1.0
