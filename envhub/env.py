@@ -285,6 +285,8 @@ class EnvSpec:
         seats: number of players that act in turn, see `Env`. Such an environment needs Reward.LAST.
         is_repeatable: equal actions always have equal results and no effect outside the episode.
         has_references: `expert_action` plays a reference solution, whose return is above 0.
+        expert_turns: the turns that the expert needs for the item of a number, by subset, where
+            they are known without play. `envhub/catalogue/distances.py` measures other subsets.
         from_agentgym: maps AgentGym's data index to an item id; raises UnknownItem. None: no
             mapping.
         column_item: the same mapping into the subset of the paper's table; None: `from_agentgym`.
@@ -315,6 +317,9 @@ class EnvSpec:
     seats: int = 1
     is_repeatable: bool = True
     has_references: bool = False
+    expert_turns: Mapping[str, Callable[[int], int]] = field(
+        default_factory=dict[str, Callable[[int], int]]
+    )
     from_agentgym: Callable[[int], str] | None = None
     column_item: Callable[[int], str] | None = None
     note: str = ""

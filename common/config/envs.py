@@ -224,6 +224,13 @@ class TextworldOptions:
     quest_length: int = knob(
         3, "Sets the commands that solve a custom game in the best case.", ge=1, le=50
     )
+    min_quest_length: int = knob(
+        0,
+        "Gives the custom games lengths from this number to quest_length, in turn. 0: all have "
+        "quest_length.",
+        ge=0,
+        le=50,
+    )
     num_train: int = knob(300, "Sets the number of training games.", ge=1, le=10**6)
     num_validation: int = knob(50, "Sets the number of validation games.", ge=0, le=10**6)
     num_test: int = knob(50, "Sets the number of test games.", ge=0, le=10**6)
@@ -232,6 +239,11 @@ class TextworldOptions:
         False, "Appends TextWorld's list of the admissible commands to each observation."
     )
     max_workers: int = knob(1, "Limits the worker processes.", ge=1, le=1000)
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        if self.min_quest_length > self.quest_length:
+            law = f"must be at most quest_length={self.quest_length}"
+            yield "min_quest_length", self.min_quest_length, law
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,6 +63,6 @@ def why_not_far(
     if any(low <= turns <= high for turns in lengths):
         return ""
     if not lengths:
-        return f"the environment {task.env} has no expert, so its items have no distance"
+        return f"the items of {task.env}/{task.subset} have no known distance"
     shown = ", ".join(f"{turns} ({num})" for turns, num in sorted(lengths.items()))
     return f"no training item of {task.subset} has this distance; turns (items): {shown}"

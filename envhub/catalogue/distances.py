@@ -1,7 +1,7 @@
 """Distances of items: the turns that the expert needs, and the items within a range of turns.
 
-Distances are measured by playing the expert on the first items of a subset. They are cached on disk
-until the environment's code, options or packages change.
+Distances are declared by the environment, or measured by playing the expert on the first items of a
+subset. Measured ones are cached on disk until the environment's code, options or packages change.
 """
 
 import asyncio
@@ -33,9 +33,17 @@ Turns = dict[str, list[int]]
 def measured(spec: EnvSpec, subset: str, options: EnvsSection) -> Turns:
     """Return the turns that the expert needs for the items of a subset; {}: not measured.
 
-    Only environments in the hub's own process are measured, which takes seconds at most.
+    Turns that the environment does not declare are measured in the hub's own process only, which
+    takes seconds at most.
     """
-    if spec.isolation is not Isolation.INLINE or subset not in spec.subsets:
+    if subset not in spec.subsets:
+        return {}
+    sizes = {split: spec.subsets[subset].size(split) for split in SPLITS}
+    sizes = {split: size for split, size in sizes.items() if size or split != "validation"}
+    if subset in spec.expert_turns:
+        declared = spec.expert_turns[subset]
+        return {split: [declared(i) for i in range(size)] for split, size in sizes.items()}
+    if spec.isolation is not Isolation.INLINE:
         return {}
     folder = cache_home() / "longstride" / "distances"
     path = folder / f"{spec.name}-{_digest(spec, subset, options)}.json"
@@ -43,8 +51,6 @@ def measured(spec: EnvSpec, subset: str, options: EnvsSection) -> Turns:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         pass
-    sizes = {split: spec.subsets[subset].size(split) for split in SPLITS}
-    sizes = {split: size for split, size in sizes.items() if size or split != "validation"}
     env = cast(Env, spec.make(Style.COMPACT))
     most = spec.subsets[subset].max_turns
     turns = {

@@ -9,7 +9,8 @@ import re
 import shutil
 import tempfile
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,9 @@ class TextworldEnv:
         """Start the game of an item; `seed` is unused. Raises: UnknownItem."""
         item = parse_item(item_id, subsets_of(self._options))
         with MAKING:
-            path = game_at(item.subset, FIRST_SEEDS[item.split] + item.index, self._options)
+            length = quest_length_at(item.index, self._options)
+            options = replace(self._options, quest_length=length)
+            path = game_at(item.subset, FIRST_SEEDS[item.split] + item.index, options)
         with CALLS:
             library: Any = optional_package("textworld", EXTRA)
             infos = library.EnvInfos(
@@ -170,6 +173,12 @@ def why_refused(command: str) -> str:
     return ""
 
 
+def quest_length_at(index: int, options: TextworldOptions) -> int:
+    """Return the commands that solve the custom game of a number, in every split."""
+    least = options.min_quest_length or options.quest_length
+    return least + index % (options.quest_length - least + 1)
+
+
 def game_at(subset: str, seed: int, options: TextworldOptions) -> Path:
     """Return the compiled game of a seed, made at the first call."""
     library: Any = optional_package("textworld", EXTRA)
@@ -242,4 +251,5 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         sessions_per_worker=SESSIONS_PER_WORKER,
         max_workers=section.max_workers,
         step_timeout_s=STEP_TIMEOUT_S,
+        expert_turns={"custom": partial(quest_length_at, options=section)},
     )

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from common.config.envs import TextworldOptions
+from common.config.envs import EnvsSection, TextworldOptions
 from common.repository import ROOT
+from envhub.catalogue.distances import measured
 from envhub.catalogue.registry import missing_requirements
-from envhub.envs.textworld import REFUSED, cleaned, subsets_of, why_refused
+from envhub.envs.textworld import REFUSED, cleaned, make_spec, subsets_of, why_refused
 from tests.venvs import python_with
 
 PLAYED = r"""
@@ -52,6 +53,17 @@ for command in ("fly to the moon", "save", "look"):
 while (action := env.expert_action()) is not None:
     shown.append(env.step(action).observation)
 assert "Commands: " not in shown[-1]
+mixed = EnvsSection(textworld=TextworldOptions(rooms=2, quest_length=3, min_quest_length=2))
+spec = Registry(["textworld"], mixed).spec("textworld")
+env = spec.make(Style.COMPACT)
+for index in (0, 1):
+    env.reset(f"custom-train-{index}", 0)
+    turns = 0
+    while (action := env.expert_action()) is not None:
+        turns += 1
+        assert env.step(action).is_valid
+    assert turns == spec.expert_turns["custom"](index) == 2 + index
+env.close()
 print("equal")
 """
 
@@ -70,7 +82,7 @@ def test_generated_game_is_solved_by_its_own_solution(tmp_path: Path) -> None:
     )
     assert done.stdout.endswith("equal\n"), done.stderr[-3000:]
     games = sorted(each.name for each in tmp_path.rglob("game.z8"))
-    assert len(games) == 3
+    assert len(games) == 5
 
 
 def test_text_of_a_turn_lacks_prompt_and_menu() -> None:
@@ -109,6 +121,16 @@ def test_reply_to_an_impossible_command_counts_as_invalid() -> None:
 )
 def test_subset_without_games_of_the_level_is_left_out(level: int, names: list[str]) -> None:
     assert [*subsets_of(TextworldOptions(level=level))] == names
+
+
+def test_distances_of_custom_games_are_the_lengths_of_their_quests() -> None:
+    options = TextworldOptions(
+        quest_length=4, min_quest_length=2, num_train=7, num_validation=0, num_test=2
+    )
+    section = EnvsSection(textworld=options)
+    turns = measured(make_spec(section), "custom", section)
+    assert turns == {"train": [2, 3, 4, 2, 3, 4, 2], "test": [2, 3]}
+    assert measured(make_spec(section), "coin_collector", section) == {}
 
 
 @pytest.mark.parametrize(
