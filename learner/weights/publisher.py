@@ -443,10 +443,14 @@ class EngineWatch:
         no_engine_s = self._publisher.no_engine_s
         if no_engine_s < self._run.stall_s:
             return ""
-        what = f"No engine has loaded weights for {no_engine_s:.0f} s"
-        if num_slots and self._run.on_stall is not OnStall.WARN:
-            raise LongstrideError(f"{what}, although actors have {num_slots} slots.")
+        problem = f"No engine has loaded weights for {no_engine_s:.0f} s"
+        if num_slots:
+            problem = f"{problem}, although actors have {num_slots} slots."
+            if self._run.on_stall is not OnStall.WARN:
+                raise LongstrideError(problem)
+        else:
+            problem = f"{problem}, and no actor has a started engine."
         if time.monotonic() - self._warned_at > self._run.stall_s:
             self._warned_at = time.monotonic()
-            logger.error("%s, although actors have %d slots", what, num_slots)
+            logger.log(logging.ERROR if num_slots else logging.WARNING, "%s", problem)
         return "actors: an engine that loads weights"

@@ -115,7 +115,10 @@ def test_prompt_of_any_length_keeps_samples(num_prompt: int) -> None:
 
 
 def test_learner_without_receivers_warns_or_stops(
-    publisher: Publisher, start_actor: Start, recent: RecentPrompts
+    publisher: Publisher,
+    start_actor: Start,
+    recent: RecentPrompts,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     run = RunSection(stall_s=5.0)
     acting = EngineWatch(publisher, recent, score, RunConfig(run=run))
@@ -126,6 +129,8 @@ def test_learner_without_receivers_warns_or_stops(
     assert acting.missing_engines(8) == ""
     members._last_seen -= 6.0
     assert acting.missing_engines(0) == "actors: an engine that loads weights", "there is nobody"
+    assert caplog.records[-1].getMessage().endswith("and no actor has a started engine.")
+    assert caplog.records[-1].levelname == "WARNING"
     assert warning.missing_engines(8) == "actors: an engine that loads weights"
     with pytest.raises(
         LongstrideError, match="No engine has loaded weights for 6 s, although actors have"
