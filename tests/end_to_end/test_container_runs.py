@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from common.wire.messages import EndReason
+from envhub.sandbox.containers import is_alive
 from envhub.sandbox.engine import BUILT, LABEL
 from learner.journal.journal import read_journal
 from tests.end_to_end.runs import Run
@@ -38,16 +39,26 @@ def variety(completion_ids):
 """
 
 
-def running() -> list[str]:
-    """Return the running containers of tasks."""
-    argv = [ENGINE, "ps", "--quiet", "--filter", f"label={LABEL}"]
-    return subprocess.run(argv, capture_output=True, encoding="utf-8", check=True).stdout.split()
+def running(run: Run) -> list[str]:
+    """Return the running containers of a run. The machine may have those of others."""
+    line = f'{{{{.ID}}}} {{{{index .Labels "{LABEL}"}}}}'
+    argv = [ENGINE, "ps", "--filter", f"label={LABEL}", "--format", line]
+    listed = subprocess.run(argv, capture_output=True, encoding="utf-8", check=True).stdout
+    processes = psutil.Process(run.process.pid).children(recursive=True)
+    pids = {f"{each.pid}" for each in processes}
+    pairs = [each.split() for each in listed.splitlines()]
+    return [name for name, owner in pairs if owner.split(".")[1] in pids]
 
 
 def built() -> list[str]:
     """Return the images that were built for tasks."""
     argv = [ENGINE, "images", "--quiet", "--filter", f"reference={BUILT}"]
     return subprocess.run(argv, capture_output=True, encoding="utf-8", check=True).stdout.split()
+
+
+def left_over() -> list[str]:
+    """Return the containers of processes that have ended."""
+    return [owner for owner in owners() if not is_alive(owner)]
 
 
 def of_process(pid: int) -> list[str]:
@@ -58,7 +69,7 @@ def of_process(pid: int) -> list[str]:
 def test_run_on_containers_survives_a_killed_container_and_a_killed_hub(tmp_path: Path) -> None:
     if reason := problem():
         pytest.skip(reason)
-    before = set(owners())
+    before = set(left_over())
     tasks = tmp_path / "tasks"
     for name in NAMES:
         write_task(tasks, name)
@@ -83,12 +94,12 @@ def test_run_on_containers_survives_a_killed_container_and_a_killed_hub(tmp_path
         # The start itself plays an episode. A container that dies in it ends the start.
         ledger_file = run.root / "ledger.json"
         run.wait_until(
-            lambda: bool(ledger_file.exists() and run.read("ledger.json")["issued"] and running()),
+            lambda: bool(ledger_file.exists() and run.read("ledger.json")["issued"] and running(run)),
             timeout_s=RUN_S,
         )
-        victim = running()[0]
+        victim = running(run)[0]
         subprocess.run([ENGINE, "kill", victim], check=True, capture_output=True)
-        run.wait_until(lambda: len(run.metrics()) >= 1 and bool(running()), timeout_s=RUN_S)
+        run.wait_until(lambda: len(run.metrics()) >= 1 and bool(running(run)), timeout_s=RUN_S)
         hub = psutil.Process(run.role_pid("envhub"))
         workers = [hub, *hub.children(recursive=True)]
         hub.kill()
@@ -112,5 +123,5 @@ def test_run_on_containers_survives_a_killed_container_and_a_killed_hub(tmp_path
     ended = [each for each in episodes if not each.end_reason.is_infrastructure_failure]
     assert {each.end_reason for each in ended} <= {EndReason.DONE, EndReason.TRUNCATED}
     assert {each.item_id for each in ended} >= {f"tasks-train-{n}" for n in range(len(NAMES) - 1)}
-    assert set(owners()) <= before
+    assert set(left_over()) <= before
     assert len(built()) <= MAX_IMAGES + NUM_SLOTS  # Images in use at the last build remain.

@@ -34,7 +34,7 @@ from tests.actor.agents.test_lineages import of_engine, trained
 from tests.actor.agents.test_tool_calls import TOKENIZER
 from tests.actor.rollout.playing import LEASE
 from tests.envhub.envs.terminal.container_tasks import BASE
-from tests.envhub.envs.terminal.test_containers import problem
+from tests.envhub.envs.terminal.test_containers import ENGINE, problem
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 ROOT = Path("/var/tmp") / f"longstride-harnesses-{os.getuid()}"
@@ -43,6 +43,7 @@ WORDS = ("server.log", "photos", "settings.json", "count.py")  # Each is in one 
 RENDERER = Renderer(TOKENIZER)
 MAX_TOKENS, TURN_TOKENS = 400_000, 400
 COMMAND = "echo 42 > answer.txt"
+TMUX = "RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends tmux >/dev/null\n"
 INSTRUCTION = "Write the number 42 into the file answer.txt.\n"
 
 
@@ -194,12 +195,16 @@ class InProcess:
         await self._env.close()
 
 
-def make_task(folder: Path) -> None:
-    """Write a task in Harbor's form, whose tests compare a file."""
+def make_task(folder: Path, build: str = "") -> None:
+    """Write a task in Harbor's form, whose tests compare a file.
+
+    Args:
+        build: further lines of the Dockerfile.
+    """
     files = {
         "instruction.md": INSTRUCTION,
         "task.toml": 'version = "1.0"\n',
-        "environment/Dockerfile": f"FROM {BASE}\nWORKDIR /app\n",
+        "environment/Dockerfile": f"FROM {BASE}\n{build}WORKDIR /app\n",
         "tests/test.sh": '[ "$(cat /app/answer.txt)" = 42 ] && r=1 || r=0\n'
         "echo $r > /logs/verifier/reward.txt\n",
     }
@@ -286,15 +291,18 @@ def test_scripted_policy_solves_tasks_through_each_harness(name: str, task: str)
     assert refusal(trajectory, learner_version=4, max_group_size=2, vocab_size=999) == ""
 
 
-@pytest.mark.parametrize("name", ["qwen-code", "mini-swe-agent"])
-def test_harness_plays_in_the_container_of_its_task(name: str, task: Path) -> None:
+@pytest.mark.parametrize("name", HARNESSES)
+def test_scripted_policy_solves_a_task_in_its_container(name: str, tmp_path: Path) -> None:
     if reason := problem():
         pytest.skip(reason)
-    install(HARNESSES[name].package, ROOT)
+    install_or_skip(name)
+    make_task(tmp_path, build=TMUX if name == "terminus" else "")
     policy = Script(answers_to(name, "answer"))
-    trajectory, outputs = played(name, task, policy, "podman")
+    trajectory, outputs = played(name, tmp_path, policy, ENGINE)
     assert (trajectory.end_reason, trajectory.reward) == (EndReason.DONE, 1.0), outputs
+    assert policy.num_used >= len(policy.texts)
     assert trained(trajectory) == of_engine(policy.sampled)
+    assert set(trained(trajectory).values()) == {1}
 
 
 def test_harness_has_an_empty_environment_and_no_other_network(
