@@ -94,7 +94,9 @@ def test_run_on_containers_survives_a_killed_container_and_a_killed_hub(tmp_path
         # The start itself plays an episode. A container that dies in it ends the start.
         ledger_file = run.root / "ledger.json"
         run.wait_until(
-            lambda: bool(ledger_file.exists() and run.read("ledger.json")["issued"] and running(run)),
+            lambda: bool(
+                ledger_file.exists() and run.read("ledger.json")["issued"] and running(run)
+            ),
             timeout_s=RUN_S,
         )
         victim = running(run)[0]
