@@ -892,8 +892,12 @@ async def copy_in(engine: ContainerEngine, container: str, archive: bytes) -> No
     Raises: SandboxFailed: the engine cannot write them.
     """
     keeps_owners = ["--archive=false"] if engine.name == "podman" else []
-    reply = await engine.call(
-        *("cp", *keeps_owners, "-", f"{container}:/"), timeout_s=COPY_TIMEOUT_S, stdin=archive
-    )
+    with tempfile.TemporaryDirectory() as folder:  # Podman 4.3 leaves a copy of its input there.
+        reply = await engine.call(
+            *("cp", *keeps_owners, "-", f"{container}:/"),
+            timeout_s=COPY_TIMEOUT_S,
+            stdin=archive,
+            temporary_folder=folder,
+        )
     if reply.code != 0:
         raise SandboxFailed(f"{engine.name} cp: {reply.error}")

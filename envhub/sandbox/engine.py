@@ -83,15 +83,25 @@ class ContainerEngine:
         self.program = shutil.which(name) or ""
 
     async def call(
-        self, *words: str, timeout_s: float = PROBE_TIMEOUT_S, stdin: bytes = b""
+        self,
+        *words: str,
+        timeout_s: float = PROBE_TIMEOUT_S,
+        stdin: bytes = b"",
+        temporary_folder: str = "",
     ) -> EngineReply:
-        """Return the result of a call; one that takes too long has the exit code 1."""
+        """Return the result of a call; one that takes too long has the exit code 1.
+
+        Args:
+            temporary_folder: folder of the program's temporary files; "" means its default.
+        """
+        variables = {"TMPDIR": temporary_folder} if temporary_folder else {}
         process = await asyncio.create_subprocess_exec(
             *(self.program, *words),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             cwd=folder_of_call(words[0]),
+            env={**os.environ, **variables},
         )
         try:
             async with asyncio.timeout(timeout_s):

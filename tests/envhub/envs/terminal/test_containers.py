@@ -379,6 +379,18 @@ def test_files_enter_and_leave_a_container() -> None:
     in_container(work)
 
 
+def test_written_files_leave_nothing_on_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", f"{tmp_path}")
+
+    async def work(sandbox: Sandbox) -> None:
+        await sandbox.write("/reward.txt", b"1")
+        assert not list(tmp_path.iterdir())
+
+    in_container(work)
+
+
 def test_result_that_the_engine_loses_is_no_unreadable_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
