@@ -343,9 +343,7 @@ class Renderer:
             has_calls: the answer has calls, whose results follow it.
         """
         body = self._without_end(answer)
-        header, turn_end = (
-            self._past_call if has_calls else (self._past_header, self._past_turn_end)
-        )
+        header, turn_end = self._past_call if has_calls else self._past_form(answer)
         end = answer[-1] if len(body) < len(answer) else None
         past = self._beside_thoughts(body)
         return self._with_header(shown, header, past), [*past, *past_end(end, turn_end)]
@@ -378,15 +376,12 @@ class Renderer:
             return shown
         return [*shown[: len(shown) - len(asked) + num_shared], *past[num_shared:]]
 
-    @property
-    def _past_header(self) -> str:
-        """Header of a past answer, behind the text that all prompts share."""
-        return self.turns.answered
+    def _past_form(self, answer: list[int]) -> tuple[str, TurnEnd]:
+        """Return the header of a past answer, behind the text that all prompts share, and its end.
 
-    @property
-    def _past_turn_end(self) -> TurnEnd:
-        """End of an answer before an observation."""
-        return self.turn_end
+        The end stands before an observation.
+        """
+        return self.turns.answered, self.turn_end
 
     @property
     def _past_call(self) -> tuple[str, TurnEnd]:

@@ -144,13 +144,19 @@ class ToolRenderer(Renderer):
             self._called_by_name[name] = self._call_of_own(name)
         return self._called_by_name[name]
 
-    @property
-    def _past_header(self) -> str:
-        return self._called.answered
+    def _past_form(self, answer: list[int]) -> tuple[str, TurnEnd]:
+        if self._is_text(answer):
+            return super()._past_form(answer)
+        return self._called.answered, self._call_end
 
-    @property
-    def _past_turn_end(self) -> TurnEnd:
-        return self._call_end
+    def _is_text(self, answer: Sequence[int]) -> bool:
+        """Return whether an answer is a text for an environment with tools of its own."""
+        assert isinstance(self.calls, CallForm)
+        if not (self._own and answer):
+            return False
+        text = self.call_text(list(answer))
+        _, calls = self.calls.read(text, self._tools)
+        return not (calls or self.calls.fault(text) or CALL_BEGIN.search(text))
 
     def of(self, env: str, tools: Sequence[Message] = ()) -> Renderer:
         """Return the renderer of an environment's episodes, whose actions may call `tools`."""
@@ -184,9 +190,13 @@ class ToolRenderer(Renderer):
     ) -> list[int]:
         """Return the ids between an answer and the next one: a tool result with `observation`.
 
+        The observation after a text is a user's message.
+
         Args:
             answer: the sampled answer, whose tool the result belongs to; (): the first tool.
         """
+        if self._is_text(answer):
+            return self.after_turn(observation, is_stopped=is_stopped, end=end)
         called = self._turn_of(answer)
         return self._framed(
             self._call_end,
@@ -200,15 +210,16 @@ class ToolRenderer(Renderer):
     def called(self, token_ids: list[int]) -> str | None:
         """Return the action for the environment; None: a faulty call, several calls, or none.
 
-        With tools of the environment, an answer without a call is the action itself. A call that
-        is not in the form of the chat template is faulty.
+        With tools of the environment, an answer without a call is the action itself, and the
+        environment decides on the name of a called tool: it may offer further tools later. A call
+        that is not in the form of the chat template is faulty.
         """
         assert isinstance(self.calls, CallForm)
-        text = self.call_text(token_ids)
-        _, calls = self.calls.read(text, self._tools)
-        if self._own and not (calls or self.calls.fault(text) or CALL_BEGIN.search(text)):
+        if self._is_text(token_ids):
             return self.action_text(token_ids) or None
-        return sent(calls, self._names, has_one=not self._own)
+        _, calls = self.calls.read(self.call_text(token_ids), self._tools)
+        names = [name for name, _ in calls] if self._own else self._names
+        return sent(calls, names, has_one=not self._own)
 
     def fault_of(self, token_ids: list[int]) -> str:
         """Return why an answer is no valid call, for the policy to read; "" if it is one."""
@@ -220,7 +231,7 @@ class ToolRenderer(Renderer):
         if len(calls) != 1:
             return f"the answer has {len(calls)} calls; give one"
         name, _ = calls[0]
-        if name not in self._names:
+        if not self._own and name not in self._names:
             return f"there is no tool {name[:40]!r}; the tools are {', '.join(self._names)}"
         is_valid = self.called(token_ids) is not None
         return "" if is_valid else f"the call has no text as its argument {ARGUMENT!r}"

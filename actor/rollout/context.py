@@ -16,8 +16,7 @@ again.
 
 from array import array
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Protocol, cast, runtime_checkable
@@ -302,8 +301,7 @@ class History:
         self.max_prompt = self._widest
         self._keeps = room.options.keep_thinking
         self._page: list[int] = []  # Tokens of the segment before its first answer.
-        most = room.options.context_turns if self._kind is not ContextKind.FULL else None
-        self._turns: deque[Step] = deque(maxlen=most)
+        self._turns: list[Step] = []  # Turns of the current segment.
         self._first: tuple[str, Callable[[str, str], list[int]]] = "", lambda _, __: []
         self._aside_tokens = 0
         if room.options.plan or room.options.reflects:
@@ -454,9 +452,8 @@ class History:
         """
         return partial(_ending, observing(self._render, taken, called), self._demand)
 
-    def _without_thoughts(self, page: list[int], turns: Iterable[Step]) -> list[int]:
+    def _without_thoughts(self, page: list[int], steps: Sequence[Step]) -> list[int]:
         """Return a context in which past answers have only the thoughts that are kept."""
-        steps = list(turns)
         num_kept = 1 if self._keeps is KeepThinking.LAST else 0
         forgets = self._render if isinstance(self._render, Forgetting) else None
         shown = page
@@ -476,7 +473,7 @@ class History:
             return False
         room = self.max_prompt - len(first)
         latest: list[Step] = []  # Newest first.
-        for step in reversed(self._turns):
+        for step in reversed(self._turns[-self._room.options.context_turns :]):
             if len(step.ids) > room:
                 break
             latest.append(step)
@@ -486,9 +483,9 @@ class History:
             if ids is None:
                 return False
             latest.append(Step([], ids))
-            self._turns = deque(latest, maxlen=self._turns.maxlen)
+        self._turns = latest[::-1]
         self._page = first
-        self.tape.restart(self._without_thoughts(first, reversed(latest)), turn)
+        self.tape.restart(self._without_thoughts(first, self._turns), turn)
         return True
 
     async def _start_summary(self, observation: str, taken: Turn, turn: int, ask: Ask) -> bool:
@@ -505,6 +502,7 @@ class History:
         room = min(self.max_prompt - len(first) - len(summary.token_ids), self._half)
         ids = self._fitted_again(observation, summary, room=room, called=taken)
         assert ids is not None  # The check above used a smaller room.
+        self._turns.clear()
         self.tape.restart([*first, *summary.token_ids, *ids], turn)
         return True
 

@@ -158,15 +158,15 @@ def test_malformed_call_is_an_invalid_action_with_a_reason(name: str) -> None:
     read = reader_of(render, AgentFormat.FUNCTION_CALL, is_whole=False)
     text = answer_of(name)
     at = text.rindex("the door")
-    broken = {
-        text[: at + 4]: "cannot be read",
-        text.replace("go_to", "come_to"): "there is no tool 'come_to'; the tools are go_to",
-    }
-    for each, reason in broken.items():
-        ids = sampled(vocabulary(name), each)
-        _, action = read(ids)
-        assert action is None
-        assert reason in fault_of(render, ids), each
+    ids = sampled(vocabulary(name), text[: at + 4])
+    _, action = read(ids)
+    assert action is None
+    assert "cannot be read" in fault_of(render, ids)
+    # An environment with tools of its own decides on their names.
+    ids = sampled(vocabulary(name), text.replace("go_to", "come_to"))
+    _, action = read(ids)
+    assert json.loads(action or "")["tool"] == "come_to"
+    assert fault_of(render, ids) == ""
     (ids,) = [sampled(vocabulary(name), f"{closes_of(render)}I go.")]
     assert read(ids)[1] == "I go."
     assert fault_of(render, ids) == "the answer has 0 calls; give one"

@@ -117,6 +117,12 @@ def test_critic_reads_the_end_at_the_form_of_the_next_prompt(
         assert all(row.loss_mask.any() for row in rows)
 
 
+@pytest.mark.parametrize("keep", KeepThinking)
+def test_window_with_room_drops_no_turn(keep: KeepThinking) -> None:
+    _, _, prompts = played(keep, context=ContextKind.WINDOW, context_turns=1)
+    assert prompts == played(keep)[2]
+
+
 def test_end_that_does_not_fit_is_cut_behind_answers_without_thoughts() -> None:
     keep = KeepThinking.NONE
     whole, _, _ = played(keep, horizon=1, keeps_last=True)
@@ -146,11 +152,15 @@ def test_invalid_call_reaches_the_policy_as_a_reason() -> None:
         turn_tokens=50,
         options=AgentOptions(format=AgentFormat.FUNCTION_CALL),
     )
-    assert session.actions == ["", "", json.dumps({"tool": "go", "arguments": {}})]
+    assert session.actions == [
+        json.dumps({"tool": "fly", "arguments": {}}),  # The environment may offer it later.
+        "",
+        json.dumps({"tool": "go", "arguments": {}}),
+    ]
     assert got.invalid_turns.tolist() == [True, True, False]
     assert not got.end_reason.is_infrastructure_failure
     whole = render.shown(prompts[-1])
-    assert "[invalid call: there is no tool 'fly'; the tools are go]\nab" in whole
+    assert "no tool" not in whole
     assert "[invalid call: the call cannot be read: " in whole
 
 
@@ -172,6 +182,9 @@ def test_answer_without_a_call_is_a_valid_turn_and_two_calls_are_none() -> None:
     assert session.actions == ["It is {a}.", "", "No."]
     assert got.invalid_turns.tolist() == [False, True, True]
     assert "invalid call" not in render.shown(prompts[1])
+    asked = "<|im_start|>user\n"
+    assert render.shown(prompts[1]).endswith(f"{asked}ab<|im_end|>\n<|im_start|>assistant\n")
+    assert f"{asked}<tool_response>\n[invalid call" in render.shown(prompts[2])
     assert "[invalid call: the answer has 2 calls; give one]\nab" in render.shown(prompts[2])
 
 
