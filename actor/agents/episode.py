@@ -45,7 +45,9 @@ from actor.rollout.episode import (
     StreamingAct,
     action_number,
     first_text,
+    task_text,
 )
+from common.config.actor import AgentFormat
 from common.wire.messages import EndReason, Lease
 
 logger = logging.getLogger(__name__)
@@ -139,7 +141,10 @@ class AgentEpisode:
         self._play = play
         self._renderer = renderer
         self._max_tokens, self._turn_tokens = room
-        self._task = task
+        instruction, acknowledgement = task
+        tools = getattr(session, "tools", [])
+        instruction = task_text(AgentFormat.PLAIN, instruction, tools=tools)
+        self._task = instruction, acknowledgement
         self._lineages = Lineages()
         self._num_in_flight = 0  # Requests that the policy is sampling.
         self._open: list[_OpenAnswer] = []  # Their answers.

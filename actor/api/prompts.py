@@ -161,11 +161,10 @@ def read_turn(
     if asked.prompt is not None:
         plain = renderer.plain_text(ids)
         return (plain if stop is None else plain.partition(stop)[0]).strip(), []
-    if stop is not None:
-        return renderer.action_text(ids).partition(stop)[0].strip(), []
     if asked.tools:
-        return renderer.read_answer(ids, asked.tools)
-    return renderer.action_text(ids), []
+        return renderer.read_answer(ids, asked.tools, stop=stop)
+    text = renderer.action_text(ids)
+    return (text if stop is None else text.partition(stop)[0].strip()), []
 
 
 def thoughts_of(renderer: Renderer, ids: list[int], asked: PolicyRequest) -> str:

@@ -587,16 +587,21 @@ class Renderer:
         return self.thoughts.thoughts(self._sampled.marked(self._without_end(token_ids)))
 
     def read_answer(
-        self, token_ids: list[int], tools: Sequence[Message]
+        self, token_ids: list[int], tools: Sequence[Message], *, stop: str | None = None
     ) -> tuple[str, list[dict[str, Any]]]:
         """Return the text of a sampled answer and its tool calls, in the format of chat templates.
+
+        Args:
+            stop: the text that ended the answer. It and what follows it are left out.
 
         Raises: AssertionError: this chat template supports no tools.
         """
         assert isinstance(self.calls, CallForm)
-        text, calls = self.calls.read(self.call_text(token_ids), tools)
+        whole = self.call_text(token_ids)
+        text, calls = self.calls.read(whole if stop is None else whole.partition(stop)[0], tools)
         if not calls:
-            return self.action_text(token_ids), []
+            text = self.action_text(token_ids)
+            return (text if stop is None else text.partition(stop)[0].strip()), []
         return self._text_beside(text), [as_call(*each) for each in calls]
 
     def call_text(self, token_ids: list[int]) -> str:

@@ -141,6 +141,29 @@ def test_changed_tools_or_history_start_new_segment() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_call_before_a_stop_text_is_a_call(is_streamed: bool) -> None:
+    async def run() -> None:
+        async with endpoint(ByHeart([f"I look.\n{LOOK}\nObservation: a wall"])) as at:
+            body: dict[str, Any] = {"tools": [NAMED], "stop_sequences": ["\nObs"]}
+            body |= {"messages": [USER], "max_tokens": 200, "stream": is_streamed}
+            _, got = await at.post(MESSAGES, body)
+            if is_streamed:
+                assert "input_json_delta" in got
+                assert '"stop_reason": "tool_use", "stop_sequence": "\\nObs"' in got
+                return
+            text, call = got["content"]
+            assert (text["text"], call["name"]) == ("I look.", "look")
+            assert (got["stop_reason"], got["stop_sequence"]) == ("tool_use", "\nObs")
+            result = {"type": "tool_result", "tool_use_id": call["id"], "content": "a key"}
+            answer = {"role": "assistant", "content": got["content"]}
+            body["messages"] += [answer, {"role": "user", "content": [result]}]
+            assert (await at.post(MESSAGES, body))[0] == 200
+            assert at.tape.starts == [0]
+
+    asyncio.run(run())
+
+
 def test_stop_text_ends_answer_at_completing_token() -> None:
     text = "go north\nObservation: a wall"
 

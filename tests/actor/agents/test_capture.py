@@ -15,7 +15,14 @@ from actor.rollout.episode import EnvSession, run_episode, trajectory_of
 from common.config.actor import AgentFormat, AgentOptions
 from common.formats.answers import worded
 from common.wire.messages import Trajectory
-from tests.actor.agents.endpoint import MAX_TOKENS, TURN_TOKENS, ByHeart, Endpoint, endpoint
+from tests.actor.agents.endpoint import (
+    MAX_TOKENS,
+    TURN_TOKENS,
+    ByHeart,
+    Endpoint,
+    endpoint,
+    new_episode,
+)
 from tests.actor.agents.programs import told
 from tests.actor.agents.test_tool_calls import LOOK, TOKENIZER, TOOL
 from tests.actor.formats.trl_templates import tokenizer_of
@@ -167,3 +174,17 @@ def test_endpoint_captures_the_same_as_the_built_in_loop(
     assert told(captured) == told(by_built_in_loop(case))
     assert captured.num_turns == 3
     assert sorted(set(captured.versions.tolist()))[-1] > 3
+
+
+def test_task_of_an_agent_lists_the_tools_of_the_item() -> None:
+    session = Count([go_on()])
+    session.tools = [{"name": "look", "description": "Looks there.", "parameters": {}}]
+
+    async def task() -> dict[str, object]:
+        episode, _ = new_episode(ByHeart([""]), session=session, task=(TASK, ""))
+        return episode.first()
+
+    shown = asyncio.run(task())
+    assert "- look: Looks there. arguments: {}" in str(shown["instruction"])
+    assert str(shown["messages"]).count("Looks there.") == 1
+    assert str(shown["instruction"]).endswith(TASK)
