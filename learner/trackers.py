@@ -196,7 +196,6 @@ class TrackerSink(threading.Thread):
         self._has_evaluations = has_evaluations
         self._close_s = close_s
         self._waiting: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(MAX_WAITING)
-        self._last_step = 0
         self._sent_evaluations: set[int] = set()  # Steps of the evaluations that were sent.
         self._has_dropped = False
         self.start()
@@ -234,9 +233,9 @@ class TrackerSink(threading.Thread):
         try:
             tracker = self._make()
             while (entry := self._waiting.get()) is not None:
-                self._last_step, values = entry
-                at = f"step {self._last_step}"
-                tracker.send(self._last_step, values)
+                step, values = entry
+                at = f"step {step}"
+                tracker.send(step, values)
                 self._send_new_evaluations(tracker)
             at = "its end"
             self._send_last_evaluations(tracker)
@@ -275,8 +274,7 @@ class TrackerSink(threading.Thread):
             pass
         for name, scored in sorted(evaluations(index.rows).items()):
             if scored["num"] and not name.startswith("step-"):
-                step = 0 if name.startswith("before") else self._last_step
-                tracker.send(step, dict(evaluation_scores(name, scored)))
+                tracker.send(scored["version"], dict(evaluation_scores(name, scored)))
 
 
 def _plain_config(cfg: RunConfig) -> Iterator[tuple[str, str]]:

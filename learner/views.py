@@ -80,10 +80,14 @@ def played(rows: EpisodeRows, kind: str) -> np.ndarray:
 
 
 def evaluations(rows: EpisodeRows) -> dict[str, dict[str, Any]]:
-    """Return the scores by evaluation, in the order of their start, each also by subset."""
+    """Return the scores by evaluation, in the order of their start, each also by subset.
+
+    `version` is the learner's version at the start of the evaluation.
+    """
     by_name: dict[str, dict[str, Any]] = {}
     for name, selected in rows_by_name(rows, "group", played(rows, "eval")):
         whole = score(rows, selected)
+        whole["version"] = int(rows.column("version")[selected].max())
         whole["by_subset"] = {
             subset: score(rows, part) for subset, part in rows_by_subset(rows, selected)
         }

@@ -12,7 +12,6 @@ import logging
 import math
 import netrc
 import os
-import re
 import secrets
 import threading
 import time
@@ -132,7 +131,6 @@ class WandbSink:
         """
         self._run_dir = run_dir
         self._job = job
-        self._last_step = 0
         self._defined: set[str] = set()
         self._index = EpisodeIndex(run_dir.journal)
         self._model = cfg.model.path
@@ -152,7 +150,6 @@ class WandbSink:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of one step. After an error of wandb it does nothing."""
-        self._last_step = step
         self._send(step, metrics, "log")
         is_telling = self._telling is not None and self._telling.is_alive()
         if self._run is None or self._job or is_telling:
@@ -224,7 +221,7 @@ class WandbSink:
             time.sleep(pause_s)
         self._seen_ended |= ended or set()
         by_name = evaluations(self._index.rows)
-        for name, scored in sorted(by_name.items(), key=lambda item: self._step_of(item[0])):
+        for name, scored in sorted(by_name.items(), key=lambda item: item[1]["version"]):
             is_now = ended is None or name in ended or (BEFORE in ended and name.startswith(BEFORE))
             if not scored["num"] or not is_now or name in self._sent:
                 continue
@@ -233,7 +230,7 @@ class WandbSink:
             rows = samples(self._index.rows, group=f"eval-{name}")[:MAX_ROWS]
             cells = [[*(row[column] for column in COLUMNS[:-1]), self._text(row)] for row in rows]
             values[f"samples/{name}"] = wandb.Table(columns=list(COLUMNS), data=cells)
-            self._send(self._step_of(name), values, "evaluation")
+            self._send(scored["version"], values, "evaluation")
 
     def _text(self, row: Mapping[str, Any]) -> str:
         """Return the text of an episode; that of a damaged one is its error."""
@@ -250,12 +247,6 @@ class WandbSink:
         parts = segments_of(trajectory, self._texts)
         text = "\n".join(f"[{part['kind']}] {''.join(part['texts'])}" for part in parts)
         return plain(text)[:MAX_CHARS]
-
-    def _step_of(self, evaluation: str) -> int:
-        """Return the step at which an evaluation began, from its name."""
-        if match := re.match(r"step-(\d+)-", evaluation):
-            return int(match[1])
-        return 0 if evaluation.startswith("before") else self._last_step
 
     def _try_open(self, run_dir: RunDir, cfg: RunConfig) -> bool:
         """Open the run in wandb; return whether that worked."""

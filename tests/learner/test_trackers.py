@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
 from common.store.run_dir import RunDir
+from common.wire.messages import EpisodeKind
 from learner.journal.metrics import MetricsWriter, read_metrics
 from learner.trackers import TrackerSink, check_trackers, open_trackers
+from tests.tools.dashboard.runs import append, episode, make_run
 from tests.venvs import python_with
 
 HAS_ALL = all(map(find_spec, ("tensorboard", "mlflow", "trackio")))
@@ -128,6 +131,17 @@ def test_evaluations_beside_training_are_sent_once(tmp_path: Path) -> None:
     sink.close()
     assert recorder.sent == [(6, {"a": 1.0}), (5, {"eval/success": 0.5}), (7, {"a": 2.0})]
     assert recorder.is_closed
+
+
+def test_evaluation_is_sent_at_its_version_when_no_step_follows(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    for name, version in {"before": 0, "after": 2, "after-2": 4}.items():
+        group = f"eval-{name}-model"
+        played = replace(episode(version), kind=EpisodeKind.EVAL, group_id=group)
+        append(run_dir, replace(played, episode_id=f"{group}/0", opened_at_version=version))
+    recorder = Recorder()
+    sink_of(recorder, run_dir.root, has_evaluations=True).close()
+    assert sorted(step for step, _ in recorder.sent) == [0, 2, 4]
 
 
 @pytest.mark.parametrize("name", [*TrackerName])
