@@ -92,8 +92,8 @@ class GatedSection(StageGate):
     )
     max_gain: float = knob(
         0.01,
-        "Requires that mean success rose by at most this much over the window before the next "
-        "stage begins.",
+        "Requires that mean success rose or fell by at most this much over the window before the "
+        "next stage begins.",
         ge=0,
     )
 
