@@ -41,7 +41,13 @@ from learner.objective.advantages import group_has_signal
 from learner.policy.model import pick_device, vocabulary_size
 from learner.policy.timing import choose_compute
 from learner.recovery.checksums import ChecksumLog, start_of
-from learner.recovery.resume import last_logged, readopt, repeat_steps, steps_since
+from learner.recovery.resume import (
+    last_logged,
+    num_last_skipped,
+    readopt,
+    repeat_steps,
+    steps_since,
+)
 from learner.recovery.reward_log import RewardLog, read_group_rewards
 from learner.recovery.step_log import LoggedStep, PartLog, StepLog
 from learner.teacher.scorer import TeacherScorer, start_teacher
@@ -115,7 +121,7 @@ class Learner:
     rewarder: GroupRewarder | None = None  # None: no function compares the members of a group.
     reward_log: RewardLog | None = None
     part_log: PartLog | None = None  # None: no episode is trained in parts.
-    is_after_skip: bool = False  # True: the last batch was skipped, and the next one must be fresh.
+    num_skipped: int = 0  # Batches skipped after the last step. The next one must be fresh.
 
     def log_batch(
         self, step: LoggedStep, *, parts: Sequence[Trajectory], check: Callable[[], object]
@@ -243,7 +249,7 @@ def build(
         rewarder=rewarder,
         reward_log=reward_log,
         part_log=PartLog(run_dir.parts) if is_by_turn else None,
-        is_after_skip=bool(steps) and steps[-1].is_skipped,
+        num_skipped=num_last_skipped(run_dir, start=start),
     )
 
 

@@ -151,7 +151,8 @@ class Loop:
         self._watch = EngineWatch(
             learner.publisher, learner.buffer.recent, learner.trainer.score, cfg
         )
-        self._is_after_skip = learner.is_after_skip
+        self._num_skipped = learner.num_skipped
+        self._num_stale = 0  # Episodes that became stale since the last step.
         self._is_first_batch = True
         # Metrics of the last step, for the curriculum and the dispatch gate.
         self._signals: dict[str, float] = {}
@@ -200,8 +201,8 @@ class Loop:
         return self._cfg
 
     def _save_if_new(self) -> None:
-        """Save a checkpoint, unless the weights are those of this process's start."""
-        if self.version > self._learner.version:
+        """Save a checkpoint, unless the newest one has these weights."""
+        if self.version > self._learner.checkpoints.newest_version:
             self.saving.save(self.version)
 
     def _put_engines_to_sleep(self) -> None:
@@ -221,16 +222,17 @@ class Loop:
         """Return the next batch. A timeout is logged, or raised with `run.on_stall=stop`."""
         started = time.monotonic()
         cfg = self._cfg.learner
+        is_after_skip = self._num_skipped > 0
         self._set_status(waiting_for="actors: a batch")
         while True:
             try:
                 groups, stale = self._learner.buffer.next_batch(
                     self.version,
                     # After a skipped batch the step accepts only the freshest groups.
-                    max_lag_steps=cfg.hold_back_steps if self._is_after_skip else cfg.max_lag_steps,
+                    max_lag_steps=cfg.hold_back_steps if is_after_skip else cfg.max_lag_steps,
                     in_order=self._cfg.train.mode is TrainMode.SYNC,
                     timeout_s=cfg.batch_timeout_s,
-                    is_after_skip=self._is_after_skip,
+                    is_after_skip=is_after_skip,
                     check=self._check,
                 )
                 break
@@ -309,7 +311,8 @@ class Loop:
         )
         learner.log_batch(step, parts=batch.early_parts, check=self._check_disk)
         self.version = step.version
-        self._is_after_skip = is_skipped
+        self._num_skipped += is_skipped
+        self._num_stale += sum(each.outcome is Outcome.STALE for each in step.outcomes)
         learner.buffer.mark_trained(batch.groups, step=step.consumed_by, is_skipped=is_skipped)
 
     def _check_disk(self) -> None:
@@ -327,7 +330,6 @@ class Loop:
         """Write the metrics of a step."""
         learner = self._learner
         rss = self._process.memory_info().rss
-        stale = [each for each in batch.stale if each.outcome is Outcome.STALE]
         metrics = result.metrics | learner.buffer.drain_stats() | learner.admission.counts()
         metrics |= horizon_mix(batch.members) | learner.publisher.drain_metrics()
         metrics |= learner.intake.refused()
@@ -335,7 +337,8 @@ class Loop:
         metrics |= learner.rewarder.drain_metrics() if learner.rewarder is not None else {}
         metrics |= {
             "groups/trained": float(sum(not group.is_early for group in batch.groups)),
-            "groups/stale_episodes": float(len(stale)),
+            "groups/stale_episodes": float(self._num_stale),
+            "controller/skipped": float(self._num_skipped),
             "wait/batch_s": batch.waited_s,
             "memory/learner_rss_bytes": float(rss),
         }
@@ -348,6 +351,7 @@ class Loop:
         rate = metrics.get("train/tokens_per_s", 0.0)
         self._set_status(rss_bytes=rss, tokens_per_s=rate, cpu_s=family_cpu_s())
         learner.metrics.log(self.version, metrics, check=self._check_disk)
+        self._num_skipped = self._num_stale = 0
         if self._is_first_batch:
             warn_of_invalid_actions(metrics.get("episodes/invalid_frac", 0.0), self._cfg)
             warn_of_cuts(metrics.get("episodes/cut_observations_mean", 0.0), self._cfg)

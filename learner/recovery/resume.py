@@ -58,6 +58,14 @@ def steps_since(
     return [step for step in logged if step.consumed_by > version]
 
 
+def num_last_skipped(run_dir: RunDir, *, start: ReplayPoint) -> int:
+    """Return the number of batches that were skipped after the last logged step."""
+    num_skipped = 0
+    for step in read_steps(run_dir.steps, start=start.steps_offset):
+        num_skipped = num_skipped + 1 if step.is_skipped else 0
+    return num_skipped
+
+
 def _episodes_of(
     steps: list[LoggedStep], run_dir: RunDir, start: ReplayPoint
 ) -> dict[str, Trajectory]:

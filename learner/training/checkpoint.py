@@ -150,6 +150,11 @@ class Checkpoints:
         """The oldest version that may be restored, 0 for a run without a checkpoint."""
         return min((_version_of(path)[0] for path in _complete(self._root)), default=0)
 
+    @property
+    def newest_version(self) -> int:
+        """The version that would be restored, 0 for a run without a checkpoint."""
+        return max((_version_of(path)[0] for path in _complete(self._root)), default=0)
+
     def is_due(self, version: int) -> bool:
         """Return whether a step should be followed by a checkpoint.
 

@@ -39,7 +39,7 @@ class Controller:
     def __init__(self, cfg: ControllerSection, *, max_ahead_steps: int) -> None:
         """Start with an open gate; `max_ahead_steps` is its upper limit."""
         self._cfg = cfg
-        self._most_ahead = max_ahead_steps
+        self.most_ahead = max_ahead_steps  # Configured limit of the dispatch gate.
         self.max_ahead_steps = max_ahead_steps  # Current limit of the dispatch gate.
         self._num_good = 0  # Steps above the target since the last change of the gate.
         self._num_skips = 0  # Skipped batches in a row.
@@ -137,7 +137,7 @@ class Controller:
             self.max_ahead_steps //= 2
         is_good = ess_frac >= cfg.ess_target and not is_used_up
         self._num_good = self._num_good + 1 if is_good else 0
-        if self._num_good >= cfg.recover_steps and self.max_ahead_steps < self._most_ahead:
+        if self._num_good >= cfg.recover_steps and self.max_ahead_steps < self.most_ahead:
             self.max_ahead_steps += 1
         if self.max_ahead_steps != before:
             self._num_good = 0
@@ -159,7 +159,14 @@ class Controller:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of `state_dict`."""
-        self.max_ahead_steps = min(state["ahead"], self._most_ahead)
+        """Restore the state of `state_dict`.
+
+        A gate that nothing had narrowed is open again, also if the configured limit is higher now.
+
+        Args:
+            state: with "most_ahead", the configured limit at that time, unless it is older.
+        """
+        is_open = state["ahead"] == state.get("most_ahead") or not self._cfg.tighten_gate
+        self.max_ahead_steps = self.most_ahead if is_open else min(state["ahead"], self.most_ahead)
         self._num_good = state["num_good"]
         self._num_skips = state["num_skips"]

@@ -411,7 +411,8 @@ class Trainer:
         """Return the other values that a resumed run needs to continue exactly, for JSON."""
         return {
             "baseline": self.baseline.state_dict(),
-            "controller": self._controller.state_dict(),
+            "controller": self._controller.state_dict()
+            | {"most_ahead": self._controller.most_ahead},
             "generator": self._generator.get_state().tolist(),
             "num_bad_steps_in_a_row": self._updates.num_bad_steps_in_a_row,
             "num_batches": self.num_batches,

@@ -4,6 +4,7 @@ import threading
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from common.config.learner import LearnerSection
 from common.config.run import OnStall
 from common.config.run_config import RunConfig
 from common.store.run_dir import RunDir
+from common.wire.messages import Outcome
 from learner.build import Learner
 from learner.ingest.buffer import Group
 from learner.ingest.intake import LearnerStatus
@@ -77,7 +79,7 @@ def make_learner(root: Path, neighbour: Any) -> Learner:
     given: dict[str, Any] = {name: neighbour for name in Learner.__dataclass_fields__}
     given |= {"run_dir": RunDir(root=root), "model": make_model(), "version": 1}
     given["checkpoints"] = keeper
-    given |= {"teacher": None, "reward_log": None, "part_log": None}
+    given |= {"teacher": None, "reward_log": None, "part_log": None, "num_skipped": 0}
     return Learner(**given)
 
 
@@ -109,6 +111,47 @@ def test_horizons_of_a_batch_are_those_of_its_groups(tmp_path: Path) -> None:
     kept = Decision(lr_scale=1.0, is_skipped=False, max_ahead_steps=0)
     loop._log_metrics(batch, TrainResult(metrics={}, decision=kept))
     assert neighbour.lines[0]["horizon/mean"] == 4.0
+
+
+class Skipping(Neighbour):
+    """The parts of a learner that a logged batch reaches."""
+
+    num_batches = 0
+    digests = position = SimpleNamespace(file=0)
+    num_refused = max_ahead_steps = 0
+
+    def append(self, step: object, *, check: object) -> None: ...
+
+    def mark_trained(self, groups: object, *, step: int, is_skipped: bool) -> None: ...
+
+    def report(self, outcomes: object) -> None: ...
+
+
+def test_skipped_batches_are_counted_in_the_metrics_of_the_next_step(tmp_path: Path) -> None:
+    neighbour = Skipping()
+    loop = Loop(RunConfig(), make_learner(tmp_path, neighbour), threading.Event())
+    members = [make_trajectory([1, 2], [0, 1])]
+    groups = [Group(group_id="g", members=members)]
+    batch = TrainBatch(groups=groups, stale=[], waited_s=0.0)
+    kept = Decision(lr_scale=1.0, is_skipped=False, max_ahead_steps=0)
+    result = TrainResult(metrics={"controller/skipped": 0.0}, decision=kept)
+    for num_skipped in (2, 0):
+        for _ in range(num_skipped):
+            loop._report_skipped(batch)
+        loop._log_batch(batch, batch.outcomes(Outcome.TRAINED), is_skipped=False)
+        loop._log_metrics(batch, result)
+    lines = [line for line in neighbour.lines if isinstance(line, dict)]
+    assert [line["controller/skipped"] for line in lines] == [2.0, 0.0]
+    assert [line["groups/stale_episodes"] for line in lines] == [2.0, 0.0]
+
+
+def test_live_rate_begins_a_checkpoint_after_repeated_steps(tmp_path: Path) -> None:
+    learner = make_learner(tmp_path, Neighbour())  # Its version is that of a repeated step.
+    loop = Loop(RunConfig(), learner, threading.Event())
+    for _ in range(2):
+        loop._save_if_new()
+        loop.saving.settle(must_wait=True)
+    assert learner.checkpoints.newest_version == learner.version
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from common.errors import ConfigError
 from common.store.run_dir import RunDir
 from common.wire.messages import EpisodeOutcome, Outcome
 from learner.ingest.journal_index import FROM_THE_START, ReplayPoint
-from learner.recovery.resume import steps_since
+from learner.recovery.resume import num_last_skipped, steps_since
 from learner.recovery.step_log import LoggedStep, StepLog, read_steps
 
 
@@ -90,6 +90,17 @@ def test_steps_after_a_checkpoint_follow_its_batch_number(tmp_path: Path) -> Non
     assert since(1, 2) == [3, 4]  # stopped, and saved, after the first batch that was skipped
     assert since(2, 4) == []
     assert since(1, 0) == [2, 3, 4]  # The version was not counted.
+
+
+def test_batches_skipped_last_are_counted_without_a_step_to_repeat(tmp_path: Path) -> None:
+    run_dir = RunDir(root=tmp_path)
+    log = StepLog(run_dir.steps)
+    counts: list[int] = []
+    for number, is_skipped in enumerate([False, True, True, False], 1):
+        log.append(replace(make_step(1), number=number, is_skipped=is_skipped))
+        counts.append(num_last_skipped(run_dir, start=FROM_THE_START))
+    log.close()
+    assert counts == [0, 1, 2, 0]
 
 
 def test_restart_reads_the_log_from_the_first_needed_line(tmp_path: Path) -> None:

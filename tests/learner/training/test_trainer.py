@@ -345,6 +345,35 @@ def test_restored_trainer_continues_bit_for_bit(kind: OptimizerKind, tmp_path: P
     assert restored.values()["num_updates"] == trainer.values()["num_updates"] == 4
 
 
+@pytest.mark.parametrize(
+    ("controller", "ahead", "after"),
+    [
+        (ControllerSection(), 2, 8),  # the gate was open
+        (ControllerSection(), 1, 1),  # it was narrowed
+        (PASSIVE, 1, 8),
+    ],
+)
+def test_open_gate_of_a_restored_trainer_follows_a_raised_limit(
+    controller: ControllerSection, ahead: int, after: int, tmp_path: Path
+) -> None:
+    def with_limit(max_ahead_steps: int) -> Trainer:
+        settings = TrainerSettings(
+            learner=LearnerSection(controller=controller, precision=Precision.FP32),
+            algorithm=AlgorithmSection(),
+            num_steps=10,
+            max_ahead_steps=max_ahead_steps,
+        )
+        return Trainer(settings, Networks(policy=make_model()))
+
+    trainer = with_limit(2)
+    trainer.save(tmp_path).result(60)
+    values = trainer.values()
+    values["controller"]["ahead"] = ahead
+    restored = with_limit(8)
+    restored.restore(tmp_path, values)
+    assert restored.max_ahead_steps == after
+
+
 def test_non_finite_tensor_is_named_and_not_saved(tmp_path: Path) -> None:
     for part in ("model.", "optimizer."):
         trainer = make_trainer()
