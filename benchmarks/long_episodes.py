@@ -64,6 +64,7 @@ VOCABULARY = 640
 START_S = 600.0
 EPISODE_S = 6 * 3600.0
 MARKS = (0.1, 0.3, 0.9)  # Parts of an episode at which memory and time are reported.
+MAX_TOKEN_BYTES = 8.0  # Memory of the actor for each token of its running episodes.
 MAX_GROWTH = 1.3  # CPU time of a late turn over that of an early one.
 MAX_REPEATED = 2.0  # Turns of an episode that are sampled again after the loss of its actor.
 LEGEND = (
@@ -380,6 +381,10 @@ def report(suite: Suite, played: LongEpisodes, *, num_turns: int, kill_at: int) 
         suite.figure(
             f"{role}: memory at turn {kill_at}", sizes[-1], "MiB", f"at 10, 30, 90 %: {note}"
         )
+    first, last = (played.near(mark * num_turns) for mark in (MARKS[0], MARKS[-1]))
+    grown = last.rss_bytes["actor"] - first.rss_bytes["actor"]
+    num_added = num * tokens * (last.turn - first.turn) / num_turns
+    suite.at_most("actor: memory of a token", grown / num_added, "B", MAX_TOKEN_BYTES)
     suite.figure("intake: memory at the end", played.rss_at_end["intake"] / 2**20, "MiB")
     suite.figure("journal", played.journal_bytes / 2**20, "MiB")
     suite.at_most("longest prompt", played.longest_prompt, "tokens", CONTEXT)

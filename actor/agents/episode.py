@@ -417,9 +417,9 @@ class AgentEpisode:
         play = self._play
         if not play.num_turns:  # The agent never acted: record one invalid turn.
             play.num_turns = 1
-            play.invalid_turns = [True]
-            play.scores = [play.start_score]
-            play.actions = [action_number("")]
+            play.invalid_turns.append(True)
+            play.scores.append(play.start_score)
+            play.actions.append(action_number(""))
         self.close()
 
     def close(self) -> None:

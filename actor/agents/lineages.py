@@ -169,12 +169,12 @@ class Lineages:
         for number, row in enumerate(self._rows):
             first = row[0]
             if number:
-                tape.starts.append(len(tape.token_ids))
+                tape.starts.append(tape.num_tokens)
             tape.prefixes += [first.parent.row if first.parent else 0, first.num_shared]
             for lineage in row:
                 turn = min(lineage.turn, last_turn)
                 num_prompt = len(lineage.added) - len(lineage.taken.token_ids)
-                start = len(tape.token_ids)
+                start = tape.num_tokens
                 tape.observe(lineage.added[:num_prompt], turn)
                 tape.add(replace(lineage.taken, experts=None), turn)
                 recorded = enumerate(lineage.experts, start)

@@ -14,6 +14,7 @@ A new segment reuses the sampled token ids and encodes observations: sampled tex
 again.
 """
 
+import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Sequence
@@ -31,6 +32,9 @@ CUT_MARK = "\n[cut here: {} more characters]"
 MAX_CHARS_PER_TOKEN = (
     64  # A text with more characters per token of room is cut before it is encoded.
 )
+
+# Type of a column in a trajectory, by the code of its array.
+DTYPES = {"b": np.bool_, "f": np.float32, "i": np.int32}
 
 
 @dataclass(slots=True)
@@ -146,7 +150,8 @@ class Conversing(Protocol):
 class Tape:
     """The token columns of an episode. Only `add` appends, so that the columns stay aligned.
 
-    The columns are arrays of 17 bytes for each token, as an episode may have 100,000.
+    An episode may have 100,000 tokens. The arrays have 17 bytes for each token of the current
+    segment. `restart` compresses those of the earlier segments, and `end` restores them.
     """
 
     token_ids: "array[int]" = field(default_factory=partial(array, "i"))
@@ -154,6 +159,13 @@ class Tape:
     logprobs: "array[float]" = field(default_factory=partial(array, "f"))
     versions: "array[int]" = field(default_factory=partial(array, "i"))
     turn_ids: "array[int]" = field(default_factory=partial(array, "i"))
+    # Compressed parts of each column before the arrays, and the number of their tokens.
+    earlier: dict[str, list[bytes]] = field(
+        default_factory=lambda: {name: [] for name in TOKEN_COLUMNS}
+    )
+    num_earlier: int = 0
+    # Oldest version of each turn's sampled tokens.
+    oldest_versions: "array[int]" = field(default_factory=partial(array, "i"))
     # Index of the first token of each segment.
     starts: list[int] = field(default_factory=lambda: [0])
     # Pairs (earlier segment, number of its first tokens), as in `Trajectory`.
@@ -166,16 +178,43 @@ class Tape:
     @property
     def context(self) -> list[int]:
         """The policy's next prompt: the tokens of the current segment."""
-        return self.token_ids[self.starts[-1] :].tolist()
+        return self.token_ids[self.starts[-1] - self.num_earlier :].tolist()
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all segments."""
+        return self.num_earlier + len(self.token_ids)
 
     @property
     def num_in_context(self) -> int:
-        return len(self.token_ids) - self.starts[-1]
+        return self.num_tokens - self.starts[-1]
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """Return the columns of all segments by name, as in `Trajectory`."""
+        columns: dict[str, np.ndarray] = {}
+        for name, earlier in self.earlier.items():
+            column = getattr(self, name)
+            values = b"".join([*map(zlib.decompress, earlier), column.tobytes()])
+            columns[name] = np.frombuffer(values, DTYPES[column.typecode])
+        return columns
 
     def restart(self, ids: list[int], turn: int) -> None:
         """Begin a new segment before a turn."""
-        self.starts.append(len(self.token_ids))
+        self.starts.append(self.num_tokens)
+        self.num_earlier = self.num_tokens
+        for name, parts in self.earlier.items():
+            column = getattr(self, name)
+            parts.append(zlib.compress(column.tobytes(), level=1))
+            del column[:]
         self.observe(ids, turn)
+
+    def _restore(self) -> None:
+        """Put the columns of all segments into the arrays."""
+        for name, column in self.columns().items():
+            values = getattr(self, name)
+            values[:] = array(values.typecode, column.tobytes())
+            self.earlier[name].clear()
+        self.num_earlier = 0
 
     def show(self, ids: list[int], turn: int) -> None:
         """Make `ids` the context: extend the segment that they continue, or begin a new one."""
@@ -202,6 +241,7 @@ class Tape:
         Args:
             keeps_next: keep an unanswered segment, the prompt that would have followed.
         """
+        self._restore()
         if not keeps_next:
             self.drop_unanswered()
         first = bisect_right(self.turn_ids, last_turn)  # The turns never decrease.
@@ -211,9 +251,15 @@ class Tape:
         """Append observed tokens."""
         self.add(Turn(ids, [0.0] * len(ids), [-1] * len(ids)), turn, is_sampled=False)
 
+    def _note_version(self, version: int, turn: int) -> None:
+        """Record the oldest version of a turn's sampled tokens."""
+        while len(self.oldest_versions) <= turn:
+            self.oldest_versions.append(version)
+        self.oldest_versions[turn] = min(self.oldest_versions[turn], version)
+
     def add_aside(self, taken: Turn, turn: int, kind: Aside, *, is_learnt: bool) -> None:
         """Append an answer that is not sent to the environment."""
-        start = len(self.token_ids)
+        start = self.num_tokens
         self.asides += [start, start + len(taken.token_ids), kind]
         if is_learnt:
             self.add(taken, turn)
@@ -236,7 +282,7 @@ class Tape:
         if not self.experts:
             return np.zeros(0, dtype=np.uint8), np.zeros(0, dtype=bool)
         places = sorted(self.experts)
-        mask = np.zeros(len(self.token_ids), dtype=bool)
+        mask = np.zeros(self.num_tokens, dtype=bool)
         mask[places] = True
         recorded = np.stack([self.experts[at] for at in places])
         ids = np.zeros((len(mask), *recorded.shape[1:]), dtype=recorded.dtype)
@@ -248,7 +294,9 @@ class Tape:
         num_tokens = len(taken.token_ids)
         if taken.experts is not None:
             chosen = taken.experts[self.num_in_context :][:num_tokens]
-            self.experts.update(enumerate(chosen, len(self.token_ids)))
+            self.experts.update(enumerate(chosen, self.num_tokens))
+        if is_sampled and num_tokens:
+            self._note_version(min(taken.versions), turn)
         self.token_ids.extend(taken.token_ids)
         self.loss_mask.extend(array("b", [is_sampled]) * num_tokens)
         self.logprobs.extend(taken.logprobs)

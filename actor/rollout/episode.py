@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import time
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -92,10 +93,12 @@ class EpisodeState:
     start_score: float = 0.0  # Score before the first turn.
     is_success: bool = False
     num_turns: int = 0
-    invalid_turns: list[bool] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
-    states: list[int] = field(default_factory=list)  # Hash of the state before each turn.
-    actions: list[int] = field(default_factory=list)  # Hash of the action of each turn.
+    # Arrays, as an episode may have 1,000 turns.
+    invalid_turns: "array[int]" = field(default_factory=partial(array, "b"))
+    scores: "array[float]" = field(default_factory=partial(array, "f"))
+    # Hash of the state before each turn, and of its action.
+    states: "array[int]" = field(default_factory=partial(array, "i"))
+    actions: "array[int]" = field(default_factory=partial(array, "i"))
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     generate_s: float = 0.0
@@ -162,7 +165,7 @@ class EpisodeState:
         """Return whether the policy must reflect on the result of its last action."""
         every = options.reflect_every
         return bool(every and self.num_turns % every == 0) or (
-            options.reflect_on_invalid and self.invalid_turns[-1]
+            options.reflect_on_invalid and bool(self.invalid_turns[-1])
         )
 
     def may_go_on(self, lease: Lease, turn_tokens: int) -> bool:
@@ -308,7 +311,8 @@ async def record_end_reason(
             yield
     except ContextFull as error:
         play.end = EndReason.CONTEXT_FULL
-        if not any(play.history.tape.loss_mask):  # The learner refuses it with this reason.
+        is_sampled = play.history.tape.columns()["loss_mask"]
+        if not is_sampled.any():  # The learner refuses it with this reason.
             play.error = f"{error}; raise actor.max_model_len"
     except PolicyFailed as error:
         play.end, play.error = EndReason.ABORTED, str(error)
@@ -416,11 +420,7 @@ def trajectory_of(lease: Lease, play: EpisodeState, *, actor: str, wall_s: float
         generate_s=play.generate_s,
         env_s=play.env_s,
         wall_s=wall_s,
-        token_ids=np.array(tape.token_ids, dtype=np.int32),
-        loss_mask=np.array(tape.loss_mask, dtype=bool),
-        logprobs=np.array(tape.logprobs, dtype=np.float32),
-        versions=np.array(tape.versions, dtype=np.int32),
-        turn_ids=np.array(tape.turn_ids, dtype=np.int32),
+        **tape.columns(),
         invalid_turns=np.array(play.invalid_turns, dtype=bool),
         turn_scores=np.array(play.scores, dtype=np.float32),
         start_score=play.start_score,

@@ -76,7 +76,7 @@ class Folding(History):
         """Open or close a branch if the action is a call or a return; return whether it did."""
         is_call = _has_block(action, CALL)
         is_return = _has_block(action, RETURN)
-        end = len(self.tape.token_ids)
+        end = self.tape.num_tokens
         is_closing = self._call is not None
         if self._call is None:
             is_taken = is_call and not is_return and self._open(taken, turn)

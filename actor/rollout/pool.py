@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from bisect import bisect_left
 from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -85,17 +84,15 @@ class PartSender:
         self._actor = actor
         self._max_lag_steps = max_lag_steps
         self._num_turns = num_turns
-        self._num_sent = 0  # Tokens of the tape that were sent.
+        self._num_sent = 0  # Turns that were sent.
 
     def on_turn(self, play: EpisodeState) -> None:
         """Send the turns so far if their time has come."""
         if not self._max_lag_steps or play.num_turns <= self._num_turns:
             return
-        tape = play.history.tape
-        end = bisect_left(tape.turn_ids, play.num_turns)  # The prompt of the next turn begins here.
-        unsent = [version for version in tape.versions[self._num_sent : end] if version >= 0]
+        unsent = play.history.tape.oldest_versions[self._num_sent : play.num_turns]
         if unsent and self._engine.version - min(unsent) >= self._max_lag_steps - 1:
-            self._num_sent = end
+            self._num_sent = play.num_turns
             self._delivery.send_part(part_so_far(self._lease, play, actor=self._actor))
 
 
@@ -313,10 +310,12 @@ class EpisodePool:
         recording = await self._begin_recording(lease)
         while True:
             if recording is not None:
-                recording = recording.usable()
-                if len(recording.events.steps) > num_steps:  # The episode is not the cause.
+                async with self._reading:
+                    await asyncio.sleep(0)
+                    recording = recording.usable()
+                if recording.events.num_steps > num_steps:  # The episode is not the cause.
                     num_lost = num_vanished = 0
-                num_steps = len(recording.events.steps)
+                num_steps = recording.events.num_steps
             is_last = num_vanished > MAX_VANISHED or num_lost > MAX_LOST
             is_last = is_last or self._environments.is_gone(lease.env)
             try:
@@ -356,8 +355,8 @@ class EpisodePool:
         self, lease: Lease, recording: Recording | None, *, may_repeat: bool
     ) -> Trajectory:
         """Play one attempt at an episode, in the built-in loop or by an agent."""
-        num_requests = 0 if recording is None else len(recording.events.turns)
-        num_turns = 0 if recording is None else len(recording.events.steps)
+        num_requests = 0 if recording is None else recording.events.num_turns
+        num_turns = 0 if recording is None else recording.events.num_steps
         act, render = self._policy(lease, num_requests=num_requests)
         hubs = self._environments
         seed = environment_seed(lease)

@@ -12,8 +12,9 @@ or another prompt, end the attempt with `CannotContinue`: the episode begins ane
 A fork begins with the first turns of another episode's record (`common.segments`). The trunk hands
 it out when it asks for the turn after them, so that the forks have at least one turn of their own.
 
-With a folder, each step is appended to a file. An actor that plays the next attempt at the episode
-reads it. The files survive a killed process, not a power cut: they are not synced.
+With a folder, each step is appended to a file, and leaves the memory. The file is read after the
+loss of the hub, and by an actor that plays the next attempt at the episode. The files survive a
+killed process, not a power cut: they are not synced.
 """
 
 import asyncio
@@ -141,12 +142,15 @@ class RecordedStep(NamedTuple):
 
 @dataclass(slots=True)
 class EpisodeEvents:
-    """The events of one episode, in order."""
+    """The events of one episode, in order. The first ones may be in its file alone."""
 
     head: dict[str, Any]  # Identity of the episode, and what all its tokens have in common.
     opening: str = ""  # Digest of the session's begin; "" before the first session.
     turns: list[RecordedTurn] = field(default_factory=list[RecordedTurn])
     steps: list[RecordedStep] = field(default_factory=list[RecordedStep])
+    first_turn: int = 0  # Turns that only the file has; `turns` has those after them.
+    first_step: int = 0
+    is_over: bool = False  # The last step ended the episode.
     saved: str = ""  # The environment's last saved state; "" if there is none.
     num_saved: int = 0  # Steps that `saved` contains.
     num_shared: int = 0  # First steps, which a fork took over from its trunk.
@@ -154,11 +158,32 @@ class EpisodeEvents:
     # Versions of all tokens that this episode sampled itself.
     versions: set[int] = field(default_factory=set[int])
 
+    @property
+    def num_turns(self) -> int:
+        return self.first_turn + len(self.turns)
+
+    @property
+    def num_steps(self) -> int:
+        return self.first_step + len(self.steps)
+
     def add_turn(self, turn: RecordedTurn) -> None:
         """Append a sampled turn."""
         self.turns.append(turn)
-        if len(self.steps) >= self.num_shared:
+        if self.num_steps >= self.num_shared:
             self.versions.update(turn.versions)
+
+    def add_step(self, action: str, result: HubStepResult) -> None:
+        """Append a step of the environment."""
+        self.steps.append(RecordedStep(action, result, self.num_turns))
+        self.is_over = result.done
+
+    def release(self) -> None:
+        """Remove the steps and their turns from memory: a file has them."""
+        num_turns = self.steps[-1].num_turns
+        del self.turns[: num_turns - self.first_turn]
+        self.first_turn = num_turns
+        self.first_step = self.num_steps
+        self.steps.clear()
 
     def forked(self, head: dict[str, Any] | None = None) -> "EpisodeEvents":
         """Return the events up to the last step, as the begin of another episode."""
@@ -174,11 +199,6 @@ class EpisodeEvents:
             num_shared=len(self.steps),
             trunk=self.trunk if self.num_shared else self.head["member"],
         )
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the last step ended the episode."""
-        return bool(self.steps) and self.steps[-1].result.done
 
 
 def head_of(lease: Lease, *, temperature: float) -> dict[str, Any]:
@@ -224,13 +244,15 @@ class Recording:
         self._is_on = True
 
     def usable(self) -> "Recording":
-        """Return this record, or an empty one if its tokens are too old to continue."""
-        if not self.events.steps:
+        """Return this record with all events in memory, or an empty one if it cannot continue."""
+        num = self.events.num_steps
+        if not num:
             return self
         versions = self.events.versions
         if versions and (reason := self._owner.why_not(self._lease, versions)):
             return self.renewed(reason)
-        num = len(self.events.steps)
+        if self._file is not None and not self._file.restore(self.events):
+            return self.renewed("its record is damaged or was removed")
         what = "forking" if num == self.events.num_shared else "continuing"
         logger.info("%s episode=%s steps=%d", what, self._lease.episode_id, num)
         return self
@@ -238,7 +260,7 @@ class Recording:
     def renewed(self, reason: str) -> "Recording":
         """Return an empty record in place of this one, which cannot continue."""
         episode_id = self._lease.episode_id
-        num = len(self.events.steps)
+        num = self.events.num_steps
         logger.warning("beginning anew episode=%s steps=%d reason=%s", episode_id, num, reason)
         self._owner.abandon(episode_id)
         if num == self.events.num_shared:  # Another attempt would fail in the same way.
@@ -266,30 +288,31 @@ class Recording:
             if not self._is_on:
                 return await act(ids, session)
             prompt = digest_of(np.asarray(ids, dtype=np.int32).tobytes())
-            turns = self.events.turns
-            if self._turn == len(turns):
-                self._owner.offer_forks(self._lease, self.events)
+            events = self.events
+            if self._turn == events.num_turns:
+                self._owner.offer_forks(self._lease, events, self._file)
                 asked = time.monotonic()
                 taken = await act(ids, session)
                 took_s = time.monotonic() - asked
-                if taken.experts is not None:  # They are too large for a file.
-                    self._file = None
-                self.events.add_turn(RecordedTurn.of(prompt, replace(taken, earlier_s=took_s)))
+                if taken.experts is not None and self._file is not None:
+                    self._file.close()  # They are too large for it.
+                events.add_turn(RecordedTurn.of(prompt, replace(taken, earlier_s=took_s)))
                 self._turn += 1
                 return taken
-            if turns[self._turn].prompt != prompt:
+            recorded = events.turns[self._turn]
+            if recorded.prompt != prompt:
                 raise CannotContinue(f"the prompt of turn {self._turn} differs from the record")
             self._turn += 1
             # The other tasks of the actor run between two turns: a replay may have thousands.
             await asyncio.sleep(0)
-            return turns[self._turn - 1].taken
+            return recorded.taken
 
         return open_recorded, act_recorded
 
     async def step(self, session: HubSession, action: str) -> HubStepResult:
         """Return a recorded result, or that of the session."""
         events = self.events
-        if self._step < len(events.steps):
+        if self._step < events.num_steps:
             step = events.steps[self._step]
             if step.action != action:
                 raise CannotContinue(f"the action of step {self._step} differs from the record")
@@ -299,11 +322,9 @@ class Recording:
         result = await session.step(action)
         took_s = time.monotonic() - asked
         self._step += 1
-        events.steps.append(
-            RecordedStep(action, replace(result, earlier_s=took_s), len(events.turns))
-        )
+        events.add_step(action, replace(result, earlier_s=took_s))
         if session.saved:
-            events.saved, events.num_saved = session.saved, len(events.steps)
+            events.saved, events.num_saved = session.saved, events.num_steps
         if self._file is not None:
             self._file.append(events)
         return result
@@ -373,15 +394,37 @@ class RecordFile:
         self._path = path
         self._num_turns = self._num_steps = 0  # Events that are in the file.
         self._num_saved = 0
-        self._is_failed = False
+        self._is_closed = False
         self._try(lambda: self._create(events))
         if events.steps:
-            self.append(events)
+            self._try(lambda: self._append(events))
 
     def append(self, events: EpisodeEvents) -> None:
-        """Append the new events. A full disk ends the file, not the episode."""
-        if not self._is_failed:
-            self._try(lambda: self._append(events))
+        """Append the new steps and release them. A full disk ends the file, not the episode."""
+        self._try(lambda: self._append(events))
+        if not self._is_closed:
+            events.release()
+
+    def close(self) -> None:
+        """Append nothing more."""
+        self._is_closed = True
+
+    def restore(self, events: EpisodeEvents) -> bool:
+        """Put the released events back into memory; return False if the file lacks any."""
+        if not events.first_step:
+            return True
+        try:
+            written = read_events(self._path)
+        except (OSError, ValueError) as error:
+            logger.warning("record cannot be read path=%s reason=%r", self._path, error)
+            return False
+        if written is None or written.num_steps < events.first_step:
+            return False
+        events.turns[:0] = written.turns[: events.first_turn]
+        events.steps[:0] = written.steps[: events.first_step]
+        events.first_turn = 0
+        events.first_step = 0
+        return True
 
     def _create(self, events: EpisodeEvents) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -391,8 +434,9 @@ class RecordFile:
 
     def _append(self, events: EpisodeEvents) -> None:
         lines: list[bytes] = []
-        for step in events.steps[self._num_steps :]:
-            turns = events.turns[self._num_turns : step.num_turns]
+        for step in events.steps[self._num_steps - events.first_step :]:
+            first, end = (num - events.first_turn for num in (self._num_turns, step.num_turns))
+            turns = events.turns[first:end]
             lines.append(
                 line_of(
                     {
@@ -407,17 +451,19 @@ class RecordFile:
         with self._path.open("r+b") as file:  # A removed file is not created again.
             file.seek(0, os.SEEK_END)
             file.write(b"".join(lines))
-        self._num_steps = len(events.steps)
+        self._num_steps = events.num_steps
         if events.num_saved > self._num_saved:
             self._num_saved = events.num_saved
             write_atomically(self._path.with_suffix(STATE), f"{events.num_saved} {events.saved}")
 
     def _try(self, write: Callable[[], None]) -> None:
         """Write; after a failure nothing more is written."""
+        if self._is_closed:
+            return
         try:
             write()
         except OSError as error:
-            self._is_failed = True
+            self._is_closed = True
             logger.warning("episode is not recorded path=%s reason=%s", self._path, error)
 
 
@@ -458,8 +504,7 @@ def read_events(path: Path) -> EpisodeEvents | None:
         events.opening = content["opening"]
         for prompt, taken in content["turns"]:
             events.add_turn(RecordedTurn.of(prompt, Turn(**taken)))
-        result = HubStepResult(**content["result"])
-        events.steps.append(RecordedStep(content["action"], result, len(events.turns)))
+        events.add_step(content["action"], HubStepResult(**content["result"]))
     if events is not None and len(events.steps) < events.num_shared:  # A torn begin of a fork.
         return None
     if events is not None and path.with_suffix(STATE).is_file():
@@ -540,10 +585,20 @@ class Recordings:
         has_files = self._folder is not None and bool(self._files_of(episode_id))
         return has_files or episode_id in self._starts
 
-    def offer_forks(self, lease: Lease, events: EpisodeEvents) -> None:
-        """Let forks begin that share all steps of an episode, which asks for its next turn."""
-        num_steps = len(events.steps)
-        names = [name for name, num in self.forks_of(lease).items() if num == num_steps]
+    def offer_forks(
+        self, lease: Lease, events: EpisodeEvents, file: "RecordFile | None" = None
+    ) -> None:
+        """Let forks begin that share all steps of an episode, which asks for its next turn.
+
+        Args:
+            file: has the events that were released.
+        """
+        names = [name for name, num in self.forks_of(lease).items() if num == events.num_steps]
+        if names and file is not None and not file.restore(events):
+            logger.warning(
+                "no fork begins episode=%s reason=its record is damaged", lease.episode_id
+            )
+            return
         for name in names:
             start = events.forked()
             self._starts[name] = start

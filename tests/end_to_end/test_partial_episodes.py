@@ -1,4 +1,4 @@
-"""Laws of a run that trains episodes in parts, with a real engine and a killed learner."""
+"""Laws of a run that trains episodes in parts, with a real engine and a killed role."""
 
 import os
 import signal
@@ -6,21 +6,25 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from actor.rollout.recording import TURNS, read_events
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.wire.messages import EpisodeKind, Trajectory
 from learner.journal.journal import read_journal
 from learner.recovery.resume import with_parts
-from learner.recovery.step_log import read_steps
+from learner.recovery.step_log import PartName, read_steps
 from tests.end_to_end.runs import Run, balances
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1500)]
 
 MAX_LAG = 2
+NUM_TURNS = 80  # At least so many turns of a long episode, which this policy does not solve.
 OVERRIDES = (
     "model.path=configs/policies/tiny",
     # Episodes of few turns decide the steps; those of up to 96 turns last for several.
@@ -66,6 +70,46 @@ def test_parts_are_trained_once_when_the_learner_is_killed(tmp_path: Path) -> No
     command = [sys.executable, "run.py", "recompute", str(run.root)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_parts_are_trained_once_when_the_actor_is_killed(tmp_path: Path) -> None:
+    with Run(tmp_path, *OVERRIDES) as run:
+        run.wait_until(lambda: bool(running(run) & early_parts(run).keys()))
+        os.kill(run.role_pid("actor"), signal.SIGKILL)
+        before = early_parts(run)
+        killed = running(run) & before.keys()
+        assert killed
+        run.wait_until(lambda: any(early_parts(run)[each] != before[each] for each in killed))
+        run.process.send_signal(signal.SIGTERM)
+        run.wait(timeout_s=120)
+    trained = Counter(trained_tokens(run))
+    assert set(trained.values()) == {1}
+    assert balances(run.read("ledger.json"))
+    for parts in early_parts(run).values():
+        for part, later in pairwise(parts):
+            assert later.first_turn >= part.end_turn  # The episode did not begin anew.
+
+
+def early_parts(run: Run) -> dict[str, list[PartName]]:
+    """Return the parts that steps have trained before their groups, by episode."""
+    path = run.root / "journal" / "steps.jsonl"
+    steps = read_steps(path) if path.is_file() else []
+    parts: dict[str, list[PartName]] = {}
+    for name in (PartName.parse(name) for step in steps for ids in step.groups for name in ids):
+        if name.is_early:
+            parts.setdefault(name.episode_id, []).append(name)
+    return parts
+
+
+def running(run: Run) -> set[str]:
+    """Return the recorded episodes in the first half of their turns."""
+    names: set[str] = set()
+    for path in (run.root / "episodes").glob(f"*{TURNS}"):
+        with suppress(FileNotFoundError):  # The episode was acknowledged meanwhile.
+            events = read_events(path)
+            if events is not None and not events.is_over and events.num_steps < NUM_TURNS / 2:
+                names.add(events.head["episode_id"])
+    return names
 
 
 def num_early(run: Run) -> int:

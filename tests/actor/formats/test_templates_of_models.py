@@ -126,9 +126,10 @@ def test_last_thoughts_stand_until_the_next_answer(name: str) -> None:
     renderer = Renderer(tokenizer_of(name))
     answers = [sampled(renderer, f"Why {action}?", action) for action in ACTIONS]
     tape = played(renderer, answers, KeepThinking.LAST)
+    ids = tape.columns()["token_ids"].tolist()
     shown = [
-        renderer.tokenizer.decode(tape.token_ids[a:b])
-        for a, b in zip(tape.starts, [*tape.starts[1:], len(tape.token_ids)], strict=True)
+        renderer.tokenizer.decode(ids[a:b])
+        for a, b in zip(tape.starts, [*tape.starts[1:], len(ids)], strict=True)
     ]
     assert [("Why go left?" in each, "Why open it?" in each) for each in shown] == [
         (True, True),

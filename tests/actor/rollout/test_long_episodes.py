@@ -3,6 +3,7 @@
 import asyncio
 import random
 import time
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from tests.actor.toy_servers import serve
 
 NUM_TURNS = 1_000
 MAX_TOKENS = 1_500  # Context of the policy.
+MAX_BYTES = 800  # Bytes of a turn of 100 tokens that is over.
 MAX_GROWTH = 1.6  # Work that grows with the turns would grow by a factor of three.
 COLOURS = ("red", "green", "blue", "purple", "yellow", "grey")
 CONTEXTS = {
@@ -77,12 +79,14 @@ class Walker:
         self._words = words
         self.num_turns = self.longest = 0
         self.worked_s: list[float] = []  # CPU time of the actor's thread before each turn.
+        self.allocated: list[int] = []  # Traced bytes before each turn.
         self.stop_at = 0
         self.stopped = asyncio.Event()
 
     async def generate(self, ids: Sequence[int], *, seed: int, **_: Any) -> Turn:
         self.num_turns += 1
         self.worked_s.append(time.thread_time())
+        self.allocated.append(tracemalloc.get_traced_memory()[0])
         if self.num_turns == self.stop_at:
             self.stopped.set()
         self.longest = max(self.longest, len(ids))
@@ -153,6 +157,20 @@ def test_late_turn_takes_no_more_work_than_an_early_one(
     asyncio.run(play(url, walker, words, [lease_of(0)], tmp_path, context))
     per_hundred = np.diff(walker.worked_s[::100])  # [9] seconds
     assert per_hundred[-3:].min() <= MAX_GROWTH * per_hundred[:3].min()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_memory_does_not_grow_with_the_turns(url: str, tmp_path: Path, context: str) -> None:
+    words = Words()
+    walker = Walker(words)
+    tracemalloc.start()
+    try:
+        asyncio.run(play(url, walker, words, [lease_of(0)], tmp_path, context))
+    finally:
+        tracemalloc.stop()
+    early, late = walker.allocated[200], walker.allocated[900]  # A new segment began before.
+    assert late - early <= 700 * MAX_BYTES
 
 
 @pytest.mark.slow

@@ -217,13 +217,15 @@ CASES = [("recall", kind) for kind in KINDS] + [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("env", "kind"), CASES)
-def test_hub_lost_at_every_turn_changes_nothing(hub: Served, env: str, kind: str) -> None:
+def test_hub_lost_at_every_turn_changes_nothing(
+    hub: Served, tmp_path: Path, env: str, kind: str
+) -> None:
     sampled, engine = SeededEngine(env), SeededEngine(env)
     whole = asyncio.run(play(hub, sampled, lease_of(env), None, kind=kind))
     engine.before_turn = lambda _: hub.lose_all()
     counts = hub.sessions.counts
     created = counts["created"]
-    again = asyncio.run(play(hub, engine, lease_of(env), Recordings(None), kind=kind))
+    again = asyncio.run(play(hub, engine, lease_of(env), Recordings(tmp_path), kind=kind))
     assert compared(again) == compared(whole)
     assert whole is not None
     assert whole.num_turns >= 6
@@ -429,11 +431,11 @@ def test_abandoned_attempt_leaves_the_files_of_the_next(hub: Served, tmp_path: P
     lease = lease_of("rooms")
     asyncio.run(play(hub, SeededEngine("rooms"), lease, a))
     record = b.begin(replace(lease, attempt=1))
-    assert len(record.events.steps) == HORIZON
+    assert record.events.num_steps == HORIZON
     a.abandon("g/1")
     assert [each.name for each in tmp_path.glob(f"*{TURNS}")] == [f"g%2F1.1{TURNS}"]
     again = Recordings(tmp_path).begin(replace(lease, attempt=2))
-    assert len(again.events.steps) == HORIZON
+    assert again.events.num_steps == HORIZON
 
 
 def test_full_disk_ends_the_record_and_not_the_episode(hub: Served, tmp_path: Path, caplog) -> None:
@@ -444,6 +446,25 @@ def test_full_disk_ends_the_record_and_not_the_episode(hub: Served, tmp_path: Pa
     assert played.num_turns == HORIZON
     assert engine.num_turns == HORIZON  # It continues from memory.
     assert caplog.text.count("episode is not recorded") == 1
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"")])
+def test_lost_record_begins_anew(
+    hub: Served, tmp_path: Path, caplog, damage: Callable[[Path], object]
+) -> None:
+    engine = SeededEngine("rooms")
+
+    def lose(number: int) -> None:
+        if number == 5:
+            damage(next(tmp_path.glob(f"*{TURNS}")))
+            hub.lose_all()
+
+    engine.before_turn = lose
+    played = asyncio.run(play(hub, engine, lease_of("rooms"), Recordings(tmp_path)))
+    assert played is not None
+    assert played.num_turns == HORIZON
+    assert engine.num_turns == 5 + HORIZON
+    assert "reason=its record is damaged or was removed" in caplog.text
 
 
 @pytest.mark.parametrize(

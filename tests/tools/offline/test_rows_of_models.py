@@ -147,11 +147,13 @@ def test_rows_have_the_segments_of_a_rollout(name: str, keep: KeepThinking, tmp_
     answers = [ids[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True)]
     tape = played_with(Renderer(tokenizer), texts, answers, keep)
     rows = read_rows(path, **how, keep_thinking=keep)
-    ends = [*tape.starts[1:], len(tape.token_ids)]
+    columns = tape.columns()
+    ends = [*tape.starts[1:], tape.num_tokens]
     parts = [slice(a, b) for a, b in zip(tape.starts, ends, strict=True)]
-    is_learnt = [bit == 1 for bit in tape.loss_mask]
-    played = [to_last_answer(list(tape.token_ids[part]), is_learnt[part]) for part in parts]
-    if not any(tape.loss_mask[parts[-1]]):  # The prompt of a turn that was not played.
+    is_learnt = columns["loss_mask"].tolist()
+    token_ids = columns["token_ids"].tolist()
+    played = [to_last_answer(token_ids[part], is_learnt[part]) for part in parts]
+    if not any(is_learnt[parts[-1]]):  # The prompt of a turn that was not played.
         del played[-1]
     assert [to_last_answer(row.token_ids.tolist(), row.mask.tolist()) for row in rows] == played
     num = {KeepThinking.LAST: 2, KeepThinking.NONE: 3}[keep]
