@@ -56,12 +56,14 @@ UNSOLVED = (
     "mcp:",
     "qwen3-30b-a3b",
     "--config smollm2-chain-sum",
+    "--config smollm2-textworld",
 )
 # Part of a command -> the policy that has seen such tasks, and the limit of its turns.
 POLICIES = {
     "examples/dataset/questions.jsonl": ("tiny", 16),
     "--config dataset-": ("tiny-arithmetic", 16),
     "--config smollm2-chain-sum": ("tiny-arithmetic", 16),
+    "--config smollm2-textworld": ("tiny-textcraft", 16),
     "--config babyai-": ("tiny-expert", 16),
     "--config textcraft-": ("tiny-textcraft", 48),
     "env.dialect=": ("tiny-textcraft", 48),

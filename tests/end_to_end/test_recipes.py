@@ -120,6 +120,7 @@ NEEDS: dict[str, Callable[[Path], AbstractContextManager[Outside]]] = {
     "sandbox.backend=podman": containers,
     "mcp:": lambda _: package(MCP),
     "--config smollm2-chain-sum": lambda _: package("reasoning-gym==0.1.25"),
+    "--config smollm2-textworld": lambda _: package("textworld==1.7.0"),
     "launcher=ray": lambda _: nullcontext(Outside(overrides=("ray.address=",))),
     "scheduler.port=7000": lambda _: nullcontext(Outside(overrides=("scheduler.port=0",))),
     "examples/mini-swe-agent": lambda folder: nullcontext(
