@@ -87,6 +87,17 @@ OF_LOSS = {"learn_plans", "learn_reflections", "learn_summaries"}
 DESCRIBED = {"temperature", "max_turn_tokens", "max_model_len", "seats"}
 # Options of environments that limit resources, or name folders of a run.
 LIMITS_OF_ENVS = ("max_sessions", "max_jvms", "max_builds", "max_images", "run_dir", "token_env")
+# Options of environments that name the files of their items or a folder of these.
+FOLDERS = {
+    "textcraft.recipes_dir",
+    "searchqa.questions_dir",
+    "sqlgym.bird_dir",
+    "dataset.train",
+    "dataset.eval",
+    "dataset.validation",
+    "terminal.train",
+    "terminal.eval",
+}
 # Fields of a row of eval.json that identify it. A row replaces one with the same values.
 ROW_KEY = ("digest", "split", "items", "k", "tasks")
 
@@ -166,20 +177,55 @@ def _of_actor(actor: ActorSection) -> dict[str, Any]:
     }
 
 
-def digest_of_envs(envs: EnvsSection) -> str:
+def digest_of_envs(envs: EnvsSection, references: Sequence[str] = ()) -> str:
     """Return a digest of the environments' options and of the files that they name.
 
-    The content of folders is no part of it.
+    A function's module is such a file. Of a folder, the names, sizes and times of its files count.
+
+    Args:
+        references: `envhub.envs`, whose descriptions of environments count.
     """
     usual = dict(leaves(asdict(EnvsSection())))
     parts: list[list[Any]] = []
     for name, value in leaves(asdict(envs)):
-        is_file = isinstance(value, str) and os.path.isfile(ROOT / value)
-        content = _digest((ROOT / value).read_bytes()) if is_file else ""
         is_usual = name in usual and value == usual[name]
+        texts = [*_texts(value), name.split(".", 2)[-1]]  # Rewards with weights are keys.
+        has_folders = name in FOLDERS and not is_usual
+        content = "".join(_content_at(text, has_folders=has_folders) for text in texts)
         if name.rpartition(".")[2] not in LIMITS_OF_ENVS and (content or not is_usual):
             parts.append([name, value, content])
-    return _digest(json.dumps(sorted(parts)))
+    described = [[text, "", content] for text in references if (content := _content_at(text))]
+    return _digest(json.dumps(sorted([*parts, *described], key=str)))
+
+
+def _texts(value: object) -> list[str]:
+    """Return the texts in an option."""
+    values = cast(list[object], value) if isinstance(value, list) else [value]
+    return [each for each in values if isinstance(each, str)]
+
+
+def _content_at(text: str, *, has_folders: bool = False) -> str:
+    """Return a digest of the file that an option names, alone, as FILE:NAME or KIND:FILE; or "".
+
+    Args:
+        has_folders: the option may name a folder.
+    """
+    paths = (
+        ROOT / each for each in (text, text.rpartition(":")[0], text.partition(":")[2]) if each
+    )
+    for path in paths:
+        if os.path.isfile(path):
+            return _digest(path.read_bytes())
+        if has_folders and path.is_dir():
+            found = sorted(each for each in path.rglob("*") if each.is_file())
+            return _digest(json.dumps([_stat_of(each, path) for each in found]))
+    return ""
+
+
+def _stat_of(path: Path, folder: Path) -> list[Any]:
+    """Return the name, the size and the time of a file below a folder."""
+    stat = path.stat()
+    return [str(path.relative_to(folder)), stat.st_size, stat.st_mtime_ns]
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Generator[tuple[str, Any]]:
@@ -520,7 +566,7 @@ def run(
     folder = run_dir.root / "eval"
     policy = {
         **describe_policy(cfg.policy, cfg.model, cfg.actor, style=cfg.envhub.style),
-        "envs": digest_of_envs(cfg.envs),
+        "envs": digest_of_envs(cfg.envs, cfg.envhub.envs),
     }
     prefix = f"eval-{digest_of(policy)}"  # Episode ids differ between policies and settings.
     plans = [replace(each, episode_id=f"{prefix}/{each.episode_id}") for each in episodes]

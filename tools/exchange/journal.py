@@ -27,6 +27,7 @@ from learner.journal.journal import (
     synced_end,
 )
 from learner.journal.upkeep import DAY_S, GB, RetentionLimits, prune_old
+from learner.recovery.reward_log import read_group_rewards
 from learner.recovery.step_log import PartName
 from tools.cli.command_line import ParsedCommand
 from tools.copies.copier import copy
@@ -158,7 +159,10 @@ def _consumed(run_dir: RunDir) -> dict[str, int | None]:
 
 
 def _export(run_dir: RunDir, options: dict[str, str]) -> int:
-    """Write every episode as one JSON line with the step that consumed it, or in another format."""
+    """Write every episode as one JSON line with the step that consumed it, or in another format.
+
+    In a run with `groups.reward`, a line has the trained reward as `group_reward`; null for none.
+    """
     if "to" not in options:
         raise ConfigError(f"export needs to=FILE; usage: run.py {USAGE}")
     target = Path(options["to"])
@@ -179,6 +183,8 @@ def _export(run_dir: RunDir, options: dict[str, str]) -> int:
         print(f"wrote {rows} to {target}, without scripted play, held-out items and failures")
         return 0
     consumed = _consumed(run_dir)
+    has_rewards = run_dir.group_rewards.exists()
+    rewards = read_group_rewards(run_dir.group_rewards)
     num = 0
     with partial.open("w", encoding="utf-8") as out:
         for position, trajectory in read_journal(run_dir.journal):
@@ -187,6 +193,9 @@ def _export(run_dir: RunDir, options: dict[str, str]) -> int:
                 "segment": position.file,
                 "offset": position.offset,
             }
+            if has_rewards:
+                reward = rewards.get(trajectory.group_id)
+                row["group_reward"] = reward and reward.rewards.get(trajectory.member)
             out.write(json.dumps(row, default=_as_plain) + "\n")
             num += 1
     partial.replace(target)

@@ -223,7 +223,7 @@ def _settings_of(cfg: EvolveConfig) -> dict[str, Any]:
         for key, value in leaves(tree)
         if not key.startswith("envs.") or key.rpartition(".")[2] not in LIMITS_OF_ENVS
     }
-    settings["files of envs"] = digest_of_envs(cfg.envs)
+    settings["files of envs"] = digest_of_envs(cfg.envs, cfg.envhub.envs)
     settings["files of model.path"] = digest_of_model(Path(cfg.model.path))
     return settings
 

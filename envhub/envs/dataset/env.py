@@ -137,7 +137,10 @@ class DatasetEnv:
         if not is_over and not is_last:
             self._messages.append({"role": "user", "content": text})
             reward = self._task.rewards.start_score
-            return StepResult(observation=text, reward=reward, done=False, is_valid=is_valid)
+            facts = self._facts_so_far(completion) if self._task.gives_facts else None
+            return StepResult(
+                observation=text, reward=reward, done=False, is_valid=is_valid, facts=facts
+            )
         return await self._scored(completion, text, is_limit=not is_over, is_valid=is_valid)
 
     def save(self) -> dict[str, Any]:
@@ -179,6 +182,20 @@ class DatasetEnv:
         names = ("messages", "completion", "prompts", "completions", "record")
         facts = {name: keywords[name] for name in names}
         facts |= {"columns": columns, "num_asked": len(self._question.messages)}
+        return self._packed(facts)
+
+    def _facts_so_far(self, completion: str) -> dict[str, Any]:
+        """Return the facts of an episode that a limit outside of this environment may end here.
+
+        The learner takes the messages from its tokens. Raises: EnvFailure.
+        """
+        keywords, columns = self._offered(completion, None)
+        texts = () if self._question.is_conversational else ("completions",)
+        names = ("completion", "prompts", "record", *texts)
+        return self._packed({"columns": columns, **{name: keywords[name] for name in names}})
+
+    def _packed(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """Return facts in JSON types. Raises: EnvFailure: a value has none."""
         try:
             return pack(facts)
         except (TypeError, ValueError, RecursionError) as error:

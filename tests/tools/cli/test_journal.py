@@ -19,6 +19,7 @@ from learner.journal.journal import (
     read_journal,
 )
 from learner.journal.upkeep import RetentionLimits, Upkeep, prune_old
+from learner.recovery.reward_log import GroupReward, RewardLog
 from tests.learner.journal.test_journal import make_trajectory
 
 NUM = 5
@@ -84,6 +85,20 @@ def test_export_writes_episodes_with_their_consuming_step(
     assert [row["step"] for row in rows] == [1, None, None, None, None]
     assert rows[0]["token_ids"] == [1, 2, 3]
     assert rows[4]["segment"] == 4
+
+
+def test_export_has_the_rewards_of_groups(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (member, *_) = [trajectory for _, trajectory in read_journal(run_dir.journal)]
+    log = RewardLog(run_dir.group_rewards)
+    log.append(GroupReward(group_id=member.group_id, rewards={member.member: 0.25}))
+    log.close()
+    assert carry_out(run_dir, capsys, "export", f"to={tmp_path / 'all.jsonl'}")[0] == 0
+    lines = (tmp_path / "all.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    wanted = [(0.25 if row["member"] == member.member else None) for row in rows]
+    assert [row["group_reward"] for row in rows] == wanted
 
 
 def test_prune_keeps_the_files_of_a_restart(

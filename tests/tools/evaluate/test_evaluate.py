@@ -13,7 +13,7 @@ from transformers import AddedToken, AutoTokenizer
 
 from actor.policy import PolicySection
 from common.config.actor import ActorSection
-from common.config.envs import BabyaiOptions, DatasetOptions, EnvsSection
+from common.config.envs import BabyaiOptions, DatasetOptions, EnvsSection, TerminalOptions
 from common.config.eval import EvalSplit
 from common.config.model import ModelSection
 from common.config.scheduler import SchedulerSection
@@ -217,6 +217,33 @@ def test_digest_of_environments_covers_options_and_files(tmp_path: Path) -> None
     assert before != digest_of_envs(replace(envs, plugins={"mine": "a=2"}))
     path.write_text("two", encoding="utf-8")
     assert before != digest_of_envs(envs)
+
+
+def test_digest_of_environments_covers_folders_functions_and_descriptions(tmp_path: Path) -> None:
+    task = tmp_path / "tasks" / "one" / "instruction.md"
+    graders = tmp_path / "grade.py"
+    description = tmp_path / "calculator.yaml"
+    task.parent.mkdir(parents=True)
+    rewards = [f"{graders}:right", {f"{graders}:right": 1.0}]
+    sections = [EnvsSection(dataset=DatasetOptions(reward=each)) for each in rewards]
+    sections += [EnvsSection(terminal=TerminalOptions(train=str(task.parents[1]))), EnvsSection()]
+
+    def digests() -> list[str]:
+        return [digest_of_envs(each, ["maze", f"mcp:{description}"]) for each in sections]
+
+    for path in (task, graders, description):
+        path.write_text("one", encoding="utf-8")
+    before = digests()
+    assert len(set(before)) == len(before)
+    assert digests() == before
+    graders.write_text("two", encoding="utf-8")
+    assert [a == b for a, b in zip(before, digests(), strict=True)] == [False, False, True, True]
+    before = digests()
+    task.write_text("changed", encoding="utf-8")
+    assert [a == b for a, b in zip(before, digests(), strict=True)] == [True, True, False, True]
+    before = digests()
+    description.write_text("two", encoding="utf-8")
+    assert not set(before) & set(digests())
 
 
 def test_other_settings_of_environments_are_played_anew(tmp_path: Path) -> None:

@@ -324,6 +324,16 @@ def test_function_of_trl_without_keywords_for_logs_is_called(tmp_path: Path) -> 
     assert played(make(tmp_path, reward="user:trl_without_logs"), answer).reward == 1.0
 
 
+def test_unfinished_episode_has_the_facts_of_its_item(tmp_path: Path) -> None:
+    section = replace(make(tmp_path, reward="none", step="step"), gives_facts=True)
+    result = played(section, "wait")
+    assert not result.done
+    facts = result.facts or {}
+    assert facts["columns"]["answer"] == "3+4=<<3+4=7>>7\n#### 7"
+    assert (facts["columns"]["solution_str"], facts["completions"]) == ("wait", "wait")
+    assert "messages" not in facts  # They grow with each turn, and are in the tokens.
+
+
 def test_reward_none_pays_nothing_and_gives_the_facts_of_its_group(tmp_path: Path) -> None:
     section = replace(make(tmp_path, reward="none"), gives_facts=True)
     result = played(section, "7")
