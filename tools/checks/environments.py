@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from actor.agents.harnesses import harness_of, root_of
 from common.config.curriculum import subsets_in_use
 from common.config.eval import EvalSplit
 from common.config.load import config_as_yaml, load_config, without_secrets
@@ -92,6 +93,8 @@ def examine(cfg: RunConfig, *, is_to_train: bool = True) -> tuple[list[str], lis
         token = cfg.envhub.token
         tasks = cfg.tasks
         return [], not_served(url, token, tasks, may_be_own=has_keys, is_to_train=is_to_train)
+    if harness_of(cfg.actor.agent):  # Sandboxes show its folder, which is empty until a start.
+        root_of(cfg.actor).mkdir(parents=True, exist_ok=True)
     tasks = {task.env for task in cfg.tasks}
     references = [name for name in tasks if is_reference(name)]
     if references:

@@ -3,13 +3,15 @@
 import resource
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from common.config.load import load_config
 from common.repository import ROOT
 from tests.in_process import carry_out
-from tools.checks.environments import spell_out
+from tools.checks.environments import missing_for, spell_out
 
 
 def test_short_keys_are_those_of_the_hub():
@@ -97,3 +99,17 @@ def test_doctor_lists_optional_parts_without_failing(
     assert "-> sciworld needs Java: apt install" in done.stdout
     assert "opt  env miniwob" in done.stdout
     assert "ok   env textcraft" in done.stdout
+
+
+@pytest.mark.slow
+def test_harness_without_its_folder_lacks_nothing():
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:  # Sandboxes hide /tmp.
+        Path(folder).chmod(0o755)
+        cfg = load_config("harness", [f"actor.harnesses={folder}/harnesses"])
+        assert missing_for(cfg) == []
+
+
+@pytest.mark.parametrize("preset", ["terminal", "harness"])
+def test_terminal_accepts_a_larger_context_alone(preset: str):
+    cfg = load_config(preset, ["actor.max_model_len=32768"])
+    assert cfg.learner.max_tokens_per_microbatch == 32_768
