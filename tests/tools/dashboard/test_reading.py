@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from common.errors import ConfigError, WireError
 from common.formats.scripted import chars_of
@@ -156,6 +157,31 @@ def test_advantage_equals_the_learner_value() -> None:
                 tensor(rewards), baseline=baseline, normalize_std=normalize
             )
             assert ours == pytest.approx(theirs.tolist(), abs=1e-5)
+
+
+def test_advantage_is_shown_only_where_the_rewards_determine_it(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a")
+    config = yaml.safe_load(run_dir.config.read_text(encoding="utf-8"))
+
+    def shown(**changed: dict[str, object]) -> list[float | None]:
+        settings = {name: config.get(name, {}) | values for name, values in changed.items()}
+        run_dir.config.write_text(yaml.safe_dump(config | settings), encoding="utf-8")
+        return [each["advantage"] for each in read(run_dir.root).group("g0000000")["members"]]
+
+    leave_one_out = shown()
+    assert None not in leave_one_out
+    group_mean = shown(algorithm={"advantage": "grpo", "baseline": "group_mean"})
+    assert group_mean == pytest.approx([0.75 * (each or 0.0) for each in leave_one_out], abs=1e-5)
+    assert shown(algorithm={"advantage": "rloo", "baseline": "group_mean"}) == leave_one_out
+    for section, values in (
+        ("algorithm", {"advantage": "ppo"}),
+        ("algorithm", {"reward_level": "turn"}),
+        ("algorithm", {"invalid_action_penalty": 0.1, "invalid_action_level": "turn"}),
+        ("algorithm", {"teacher": {"path": "teacher"}}),
+        ("groups", {"reward": "rank.py:compare"}),
+        ("groups", {"forks": 2}),
+    ):
+        assert set(shown(**{section: values})) == {None}, values
 
 
 def test_damaged_journal_is_reported_and_rest_shown(tmp_path: Path) -> None:

@@ -16,11 +16,12 @@ import yaml
 from actor.rollout.episode import action_number
 from common import segments
 from common.config.actor import AgentFormat
+from common.config.algorithm import Advantage, Baseline
 from common.errors import ConfigError, WireError
 from common.formats.answers import read_any
 from common.host.lock import is_held
 from common.store.run_dir import RunDir, as_map, json_object
-from common.wire.messages import PolicyKind, Trajectory
+from common.wire.messages import EndReason, PolicyKind, Trajectory
 from learner.journal.index import IN_FLIGHT, EpisodeIndex, EpisodeRows
 from learner.journal.texts import Texts, TokenIdDecoder, segments_of, texts_for, texts_of_run
 from tools.dashboard.reading.index_cache import IndexCache
@@ -475,21 +476,25 @@ class RunSource:
         return sorted(newest, key=lambda row: int(rows.column("member")[row]))
 
     def _advantages(self, members: list[int]) -> dict[str, float]:
-        """Return each member's advantage as the learner's group baseline gives it."""
+        """Return each member's advantage as the learner computes it; {} for other algorithms."""
         rows = self.index.rows
-        algorithm = _section(self.config(), "algorithm")
+        config = self.config()
+        algorithm = _section(config, "algorithm")
+        if not has_group_advantages(algorithm, _section(config, "groups")):
+            return {}
         penalty = float(algorithm.get("invalid_action_penalty") or 0.0)
         worth: dict[str, float] = {}
         for row in members:
             episode = rows.get(row)
-            if episode["outcome"] == "failed" or episode["end"] in ("env_error", "env_timeout"):
+            if episode["outcome"] == "failed" or episode["end"] in FAILURES:
                 continue
             cost = penalty * episode["invalid"] / max(1, episode["turns"])
             worth[episode["id"]] = episode["reward"] - cost
+        is_grpo = algorithm.get("advantage", Advantage.GRPO) == Advantage.GRPO
         values = group_advantages(
             [*worth.values()],
-            baseline=str(algorithm.get("baseline") or "leave_one_out"),
-            normalize_std=bool(algorithm.get("normalize_std")),
+            baseline=str((is_grpo and algorithm.get("baseline")) or Baseline.LEAVE_ONE_OUT),
+            normalize_std=is_grpo and bool(algorithm.get("normalize_std")),
         )
         return dict(zip(worth, values, strict=True)) if values else {}
 
@@ -503,6 +508,34 @@ class RunSource:
         codes = rows.column("outcome")[:num][is_train]
         counts = {text: int((codes == code).sum()) for code, text in enumerate(texts)}
         return {"ledger": self.ledger(), "here": counts, "in_flight": IN_FLIGHT}
+
+
+# Ends of episodes that are no members of a group.
+FAILURES = {each.value for each in EndReason if each.is_infrastructure_failure}
+
+
+def has_group_advantages(algorithm: Mapping[str, Any], groups: Mapping[str, Any]) -> bool:
+    """Return whether the rewards in the journal determine the advantages, one for each episode.
+
+    Args:
+        algorithm, groups: sections of a stored configuration, of any product version.
+    """
+    usual = {
+        "normalize_per_env": False,
+        "reward_level": "episode",
+        "state_credit": "none",
+        "turn_discount": 1.0,
+    }
+    if any(algorithm.get(name, value) != value for name, value in usual.items()):
+        return False
+    if algorithm.get("invalid_action_penalty") and (
+        algorithm.get("invalid_action_level", "episode") != "episode"
+    ):
+        return False
+    teacher = as_map(algorithm.get("teacher"))
+    is_taught = bool(teacher.get("path") or teacher.get("url"))
+    is_of_group = algorithm.get("advantage", Advantage.GRPO) in (Advantage.GRPO, Advantage.RLOO)
+    return is_of_group and not (is_taught or groups.get("reward") or groups.get("forks"))
 
 
 def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
