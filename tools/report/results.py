@@ -5,6 +5,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ from common.store.run_dir import RunDir, write_atomically, write_json
 from common.text import counted
 from common.wire.messages import EpisodeKind, Trajectory
 from learner.intervals import gain_interval, wilson_interval
-from learner.journal.journal import read_journal
+from learner.journal.journal import load_pruned, read_journal
 from learner.journal.metrics import MetricsLine, read_metrics
 from learner.policy.precision_choice import recorded_precision
 from tools.dashboard.reading.run_source import RunSource
@@ -110,6 +111,7 @@ class HeldOut:
     num_train_items_drawn: int
     num_test_items: int
     num_shared_item_ids: int
+    num_pruned_files: int  # Oldest files of the journal, whose episodes the counts leave out.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -424,12 +426,14 @@ def build_report(
     absent: dict[str, str] = {}
     ledger = _read(run_dir.ledger, dict[str, Any])
     has_baselines = cfg.eval.baselines
+    num_pruned = load_pruned(run_dir.journal).before
+    score_of = partial(_score, evals, absent, num_pruned)
     return Report(
-        before=_score(evals, "before-model", cfg.eval.before, absent),
-        after=_score(evals, "after-model", cfg.eval.after, absent),
+        before=score_of("before-model", is_wanted=cfg.eval.before),
+        after=score_of("after-model", is_wanted=cfg.eval.after),
         baselines=Baselines(
-            random_valid=_score(evals, "before-random_valid", has_baselines, absent),
-            expert=_score(evals, "before-expert", has_baselines, absent),
+            random_valid=score_of("before-random_valid", is_wanted=has_baselines),
+            expert=score_of("before-expert", is_wanted=has_baselines),
         ),
         gain=paired_gain(_plays(evals, "before-model"), _plays(evals, "after-model")),
         absent=absent,
@@ -453,6 +457,7 @@ def build_report(
             num_train_items_drawn=len(totals.train_items),
             num_test_items=len(totals.test_items),
             num_shared_item_ids=len(totals.train_items & totals.test_items),
+            num_pruned_files=num_pruned,
         ),
         selection=_read(run_dir.selection, Selection),
         notes={t.subset: note for t in cfg.tasks if (note := own_tasks(t.env, cfg.envs))},
@@ -460,7 +465,12 @@ def build_report(
 
 
 def _score(
-    evals: dict[str, Evaluation], name: str, is_wanted: bool, absent: dict[str, str]
+    evals: dict[str, Evaluation],
+    absent: dict[str, str],
+    num_pruned: int,
+    name: str,
+    *,
+    is_wanted: bool,
 ) -> Score | None:
     """Return the score of an evaluation; None without plays, with the reason in `absent`."""
     if plays := _plays(evals, name):
@@ -468,6 +478,9 @@ def _score(
     num_failed = len(evals[name].failed) if name in evals else 0
     if num_failed:
         absent[name] = f"all played episodes ({num_failed}) ended with an infrastructure failure"
+    elif is_wanted and num_pruned:
+        files = counted(num_pruned, "file")
+        absent[name] = f"no episode is in the journal, of which {files} were pruned"
     else:
         absent[name] = "no episode was played" if is_wanted else "not configured"
     return None

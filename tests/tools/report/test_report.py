@@ -17,7 +17,7 @@ from common.errors import ConfigError
 from common.store.run_dir import RunDir
 from common.text import html_text
 from common.wire.messages import EndReason, EpisodeKind, Trajectory
-from learner.journal.journal import JournalWriter
+from learner.journal.journal import PRUNED, JournalWriter
 from tests.learner.journal.test_journal import make_trajectory
 from tools.report.results import (
     HeldOutEpisode,
@@ -107,6 +107,7 @@ def test_report_json_has_promised_keys_and_numbers(tmp_path: Path) -> None:
         "num_train_items_drawn": 5,
         "num_test_items": 40,
         "num_shared_item_ids": 0,
+        "num_pruned_files": 0,
     }
 
 
@@ -178,6 +179,17 @@ def test_report_explains_an_absent_evaluation(tmp_path: Path) -> None:
         "before-random_valid": "no episode was played",
         "before-expert": "all played episodes (1) ended with an infrastructure failure",
     }
+
+
+def test_pruned_journal_is_named_as_the_reason_of_an_absence(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, [])
+    pruned = {"before": 3, "at": "2026-01-01", "num_bytes": 9}
+    (run_dir.journal / PRUNED).write_text(json.dumps(pruned), encoding="utf-8")
+    report = write_report(run_dir, make_config())
+    assert report.absent["before-model"] == (
+        "no episode is in the journal, of which 3 files were pruned"
+    )
+    assert report.heldout.num_pruned_files == 3
 
 
 def test_empty_run_still_gets_a_report(tmp_path: Path) -> None:

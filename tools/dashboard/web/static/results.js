@@ -86,7 +86,7 @@ export function settingsCard(found) {
   const report = found.report || {}, heldout = report.heldout, peak = report.peak_memory_bytes?.all_roles;
   const minutes = report.wall_s == null ? "" : report.wall_s < 120 ? `${short(report.wall_s)} s` : `${(report.wall_s / 60).toFixed(0)} min`;
   return h("section", { class: "card" }, h("h2", {}, "Settings and totals"), facts([...Object.entries(found.settings).map(([name, value]) => [name, visible(String(value))]), ["duration", minutes], ["peak memory", peak ? `${(peak / 2 ** 30).toFixed(2)} GiB` : ""],
-    ...(heldout ? [["train items drawn", short(heldout.num_train_items_drawn)], ["held-out items", short(heldout.num_test_items)], ["items in both", heldout.num_shared_item_ids]] : [])]));
+    ...(heldout ? [["train items drawn", short(heldout.num_train_items_drawn)], ["held-out items", short(heldout.num_test_items)], ["items in both", heldout.num_shared_item_ids], ...(heldout.num_pruned_files ? [["pruned journal files, not counted", heldout.num_pruned_files]] : [])] : [])]));
 }
 
 // Sample episodes for a report, which has no server to list and filter all episodes.
