@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from common.config.actor import KeepThinking
 from common.errors import ConfigError
 from common.formats.chat_template import fingerprint
 from common.segments import as_rows
+from common.store.run_dir import RunDir
 from learner.batch.batching import TokenBatch, collate_tokens
 from tools.exchange.agent_traj import (
     Conversation,
@@ -86,6 +88,7 @@ def read_rows(
             for parts in [as_rows(t)]
             for segment, part in enumerate(parts)
         ]
+        _check_vocabulary(rows, folder, tokenizer, key=key)
     elif path.is_file():
         rows = _rows_of_file(path, tokenizer, keep_thinking, key=key)
     else:
@@ -177,14 +180,44 @@ def _rows_of_file(path: Path, tokenizer: Any, keep: KeepThinking, *, key: str) -
         for token_row in tokens
         if token_row
     ]
-    largest = max(int(row.token_ids.max(initial=0)) for row in rows)
+    _check_ids(rows, path, tokenizer)
+    return rows
+
+
+def _check_ids(rows: Sequence[Row], path: Path, tokenizer: Any) -> None:
+    """Raise ConfigError if a token id is outside of the vocabulary."""
+    largest = max((int(row.token_ids.max(initial=0)) for row in rows), default=0)
     if largest >= len(tokenizer):
         raise ConfigError(
             f"{path}: token id {largest} is outside the model's vocabulary of {len(tokenizer)}"
             " tokens. The file was written with another tokenizer. Export it again as messages"
             " (--format sft)."
         )
-    return rows
+
+
+def _check_vocabulary(rows: Sequence[Row], folder: Path, tokenizer: Any, *, key: str) -> None:
+    """Raise ConfigError if a token of a run's journal is another one in the model's vocabulary.
+
+    Args:
+        folder: the journal, beside which a run has its tokenizer.
+    """
+    _check_ids(rows, folder, tokenizer)
+    file = RunDir(root=folder.parent).tokenizer / "tokenizer.json"
+    if not file.is_file():
+        return
+    vocabulary = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+    of_run = {number: token for token, number in vocabulary.items()}
+    of_model = {number: token for token, number in tokenizer.get_vocab().items()}
+    is_used = np.zeros(len(tokenizer), dtype=bool)
+    for row in rows:
+        is_used[row.token_ids] = True
+    for number in map(int, np.flatnonzero(is_used)):
+        if of_run.get(number) != of_model.get(number):
+            raise ConfigError(
+                f"{key}={folder.parent}: token {number} is {of_run.get(number)!r} in the run and"
+                f" {of_model.get(number)!r} in the model's vocabulary. Export the run as messages"
+                " (journal export --format sft)"
+            )
 
 
 def _preferences(records: Sequence[tuple[str, object]], path: Path) -> list[Conversation]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from common.errors import ConfigError
+from common.store.run_dir import RunDir
 from common.wire.messages import EndReason, EpisodeKind, PolicyKind
 from learner.journal.journal import JournalWriter
 from learner.recovery.reward_log import GroupReward, RewardLog
@@ -152,6 +153,20 @@ def test_rewards_over_a_group_replace_those_of_the_environment(
         ("g0000001/1", 0.75),
     ]
     assert "left out episodes=2" in caplog.text
+
+
+def test_journal_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    other = make_tokenizer(["zebra crossing"] * 8, vocab_size=300)
+    theirs = other.get_vocab()
+    differs = next(i for token, i in TOKENIZER.get_vocab().items() if theirs.get(token) != i)
+    run_dir = RunDir(root=tmp_path)
+    writer = JournalWriter(run_dir.journal)
+    writer.append(make_trajectory([5, 6, differs], [0, 1, 1]))
+    writer.close()
+    TOKENIZER.save_pretrained(run_dir.tokenizer)
+    assert len(read_rows(tmp_path, tokenizer=TOKENIZER, max_tokens=8, key="k")) == 1
+    with pytest.raises(ConfigError, match=rf"token {differs} is '.*' in the run and"):
+        read_rows(tmp_path, tokenizer=other, max_tokens=8, key="k")
 
 
 def test_training_items_played_outside_a_run_are_trained(tmp_path: Path) -> None:
