@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+from actor.formats.thoughts import FIELDS
 from actor.rollout.context import Turn
 from actor.rollout.env_client import Environments, HubClient
 from actor.rollout.episode import EnvSession, first_text, run_episode, task_text
@@ -45,7 +46,7 @@ class MessageRender(ScriptedRender):
 
     def __init__(self) -> None:
         super().__init__()
-        self._roles: dict[int, str] = {}  # Role of each message that the policy does not sample.
+        self._shown: dict[int, dict[str, Any]] = {}  # Messages that the policy does not sample.
 
     def first_prompt(self, text: str, *, before: tuple[str, str] | None = None) -> list[int]:
         if before is None:
@@ -56,9 +57,9 @@ class MessageRender(ScriptedRender):
             *self._add_observation(text),
         ]
 
-    def opened(self, messages: list[dict[str, str]], text: str) -> list[int]:
+    def opened(self, messages: list[dict[str, Any]], text: str) -> list[int]:
         """Return the tokens of messages and a user's message after them."""
-        before = [self._add_message(each["role"], each["content"]) for each in messages]
+        before = [self._add_message(each) for each in messages]
         return [*(token for ids in before for token in ids), *self._add_observation(text)]
 
     def after_action(
@@ -71,20 +72,19 @@ class MessageRender(ScriptedRender):
 
     def _add_observation(self, text: str) -> list[int]:
         """Return the ids of an observation, which the policy does not sample."""
-        return self._add_message("user", text)
+        return self._add_message({"role": "user", "content": text})
 
-    def _add_message(self, role: str, text: str) -> list[int]:
+    def _add_message(self, message: dict[str, Any]) -> list[int]:
         """Return the ids of a message that the policy does not sample."""
-        ids = self.add(text)
-        self._roles |= dict.fromkeys(ids, role)
+        ids = self.add(message["content"])
+        self._shown |= dict.fromkeys(ids, message)
         return ids
 
     def message(self, token_id: int, *, is_learnt: bool) -> dict[str, Any]:
         """Return the message of a token in AgentGym's format."""
-        text = self.action_text([token_id])
-        if token_id in self._roles:
-            return _shown_before({"role": self._roles[token_id], "content": text})
-        return {"from": "gpt", "loss": is_learnt, "value": text}
+        if token_id in self._shown:
+            return _shown_before(self._shown[token_id])
+        return {"from": "gpt", "loss": is_learnt, "value": self.action_text([token_id])}
 
 
 class BranchingPolicy:
@@ -312,11 +312,14 @@ def _plans(cfg: SftConfig, catalogue: dict[str, Any]) -> Iterator[PlannedEpisode
         )
 
 
-def _shown_before(message: dict[str, str]) -> dict[str, Any]:
+def _shown_before(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message before the first observation in AgentGym's format."""
+    fields = {name: message.get(name) for name in ("tool_calls", "tool_call_id")}
+    fields["thoughts"] = message.get(FIELDS[0])
+    more = {name: value for name, value in fields.items() if value}
     if message["role"] == "assistant":
-        return {"from": "gpt", "loss": False, "value": message["content"]}
-    shown = {"from": "human", "loss": None, "value": message["content"]}
+        return {"from": "gpt", "loss": False, "value": message["content"], **more}
+    shown = {"from": "human", "loss": None, "value": message["content"], **more}
     return shown if message["role"] == "user" else shown | {"role": message["role"]}
 
 

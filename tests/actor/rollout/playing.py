@@ -35,6 +35,7 @@ class Count:
         self.first_state = ""
         self.start_score = 0.0
         self.tools: list[dict[str, Any]] = []
+        self.first_messages: list[dict[str, Any]] = []
         self.actions: list[str] = []
         self.num_closed = 0
         self._answers = answers

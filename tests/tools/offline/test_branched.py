@@ -190,3 +190,30 @@ def test_demonstrations_alternate_contexts_and_unreturned_branches(tmp_path: Pat
         [first[3], "go", "on", "go"],
         [f"{first[4]}!", call, OPENED, "go", "on", "go"],  # of the second there is no return
     ]
+
+
+def test_demonstration_has_the_calls_and_results_before_its_first_observation() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {}}}
+    firsts = [
+        {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "Look."},
+        {"role": "tool", "content": "a key", "tool_call_id": "c1"},
+    ]
+
+    class WithMessages(Toys):
+        async def open(self, env: str, item_id: str, *, seed: int) -> Count:
+            session = await super().open(env, item_id, seed=seed)
+            session.first_messages = firsts
+            return session
+
+    toys = cast(Environments, WithMessages([go_on(reward=1.0, done=True)]))
+    options = AgentOptions(context=ContextKind.FOLD, branch_turns=4)
+    ((plain, _), (branched, _)) = (
+        asyncio.run(_play(toys, PLAN, ActorSection(), 0.0)),
+        asyncio.run(play_in_branches(toys, PLAN, options)),
+    )
+    wanted = [
+        {"from": "gpt", "loss": False, "value": "", "tool_calls": [call], "thoughts": "Look."},
+        {"from": "human", "loss": None, "value": "a key", "tool_call_id": "c1", "role": "tool"},
+    ]
+    for records in (plain, branched):
+        assert records[0]["conversations"][:2] == wanted
