@@ -29,6 +29,8 @@ import time
 from typing import Any, NoReturn
 
 TICK_S = 0.05  # Interval between two measurements of memory and files.
+# Files that a command can create in a sandbox above its limit, such as the state of its shell.
+SPARE_FILES = 8
 CHUNK_BYTES = 1 << 16
 PR_SET_DUMPABLE = 4
 PR_SET_SECCOMP = 22
@@ -232,7 +234,7 @@ class Agent:
     def do_exec(self, request: dict[str, Any]) -> dict[str, Any]:
         """Run a command to its end, to its time limit, or to a limit of the sandbox."""
         began_s = time.monotonic()
-        self.max_files = max(self.limits["max_files"], self.num_files())
+        self.max_files = max(self.limits["max_files"], self.num_files() + SPARE_FILES)
         output = self.start(request)
         tail = Tail(request["max_output"])
         end = self.follow(output, tail, began_s + request["seconds"])

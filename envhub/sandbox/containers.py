@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from common.config.envs import SandboxOptions
-from envhub.sandbox.agent import Tail
+from envhub.sandbox.agent import SPARE_FILES, Tail
 from envhub.sandbox.engine import (
     LABEL,
     PREFIX,
@@ -575,7 +575,7 @@ class ContainerSandbox:
         watch = functools.partial(
             self._watch,
             max_bytes=max(self._limits.disk_bytes, num_bytes + LATE_BYTES),
-            max_files=max(self._limits.max_files, num_files),
+            max_files=max(self._limits.max_files, num_files + SPARE_FILES),
         )
         for _ in range(2):
             call = ContainerCall(

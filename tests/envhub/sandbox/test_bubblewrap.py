@@ -116,6 +116,15 @@ def test_number_of_files_is_limited() -> None:
     assert (result.ended_by, after.text) == (CommandEnd.FILES, "")
 
 
+def test_command_above_the_limit_of_files_creates_few() -> None:
+    fill = "i=0; while :; do mkdir d$i && touch d$i/{1..50}; i=$((i+1)); done"
+    _, few, many = results_of(
+        [fill, "touch state; sleep 0.3; echo alive", "touch x{1..20}; sleep 9"]
+    )
+    assert (few.ended_by, few.text) == (CommandEnd.EXIT, "alive\n")
+    assert many.ended_by is CommandEnd.FILES
+
+
 def test_calls_that_evade_the_limits_are_refused() -> None:
     memory = "python3 -c 'import os; os.memfd_create(\"x\")'"
     spaces = "unshare --user --map-root-user --mount mount -t tmpfs none /tmp"
