@@ -13,9 +13,10 @@ from actor.delivery import Delivery, wait_with_warnings
 from actor.formats.renderer import Renderer
 from actor.rollout.hubs import Hubs
 from actor.rollout.pool import EpisodePool
+from actor.rollout.recording import why_not_of
 from actor.scheduler_client import SchedulerClient
 from common.config.live import followed
-from common.config.run_config import RunConfig
+from common.config.run_config import RunConfig, bound_of_parts
 from common.cpu import family_cpu_s
 from common.errors import LongstrideError
 from common.memory import resident_bytes
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 MEMORY_S = 10.0  # Seconds between two measurements of the memory in use.
 RECOUNT_S = 10.0  # Seconds of waiting for a free slot before the slots are counted again.
-LIVE_SECTIONS = ("actor",)  # Sections whose live keys an actor follows.
+LIVE_SECTIONS = ("actor", "learner")  # Sections whose live keys an actor follows.
 DRAIN_S = 5.0  # Seconds at shutdown for the acknowledgements of delivered trajectories.
 
 
@@ -170,7 +171,11 @@ async def _send_heartbeats(cfg: RunConfig, parts: Parts, beacon: Beacon) -> None
         changed = followed(cfg, parts.scheduler.live_config, LIVE_SECTIONS)
         if changed is not cfg:
             cfg = changed
-            parts.episodes.configure(cfg.actor)
+            parts.episodes.configure(
+                cfg.actor,
+                max_lag_steps=bound_of_parts(cfg),
+                why_not=why_not_of(cfg, lambda: parts.engine.version),
+            )
         if parts.engine.meter is not None:
             parts.episodes.adapt(parts.engine.meter.drain())
         parts.usage.measure_if_due(now)

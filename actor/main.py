@@ -24,13 +24,12 @@ from actor.loops import Parts, ProcessUsage, shut_down, work_together
 from actor.rollout.hubs import Hubs
 from actor.rollout.lockstep import Rounds
 from actor.rollout.pool import EpisodePool
-from actor.rollout.recording import LagRule, Recordings
+from actor.rollout.recording import Recordings, why_not_of
 from actor.scheduler_client import SchedulerClient
 from actor.seeds import engine_seed
 from actor.weights.receive import WeightLink
 from common.config.actor import ActorSection
 from common.config.algorithm import Advantage
-from common.config.learner import PartialEpisodes
 from common.config.run_config import RunConfig, bound_of_parts
 from common.host.machine import gpus
 from common.ids import engine_names
@@ -288,19 +287,11 @@ def _recordings(cfg: RunConfig, access: RunAccess, engine: Engine) -> Recordings
     """
     if not cfg.actor.continue_episodes:
         return None
-    bounds = LagRule(
-        needs_one_version=cfg.train.mode == "sync",
-        max_lag_steps=cfg.learner.max_lag_steps,
-        max_stretch=cfg.scheduler.max_stretch,
-        max_ahead_steps=cfg.scheduler.max_ahead_steps,
-        hold_back_steps=cfg.learner.hold_back_steps,
-        is_by_turn=cfg.learner.partial_episodes is PartialEpisodes.TURNS,
-    )
     return Recordings(
         None if access.run_dir is None else access.run_dir.episodes,
         temperature=cfg.actor.temperature,
         groups=cfg.groups,
-        why_not=lambda lease, versions: bounds.why_not(lease, versions, version=engine.version),
+        why_not=why_not_of(cfg, lambda: engine.version),
     )
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ from actor.rollout.episode import (
 )
 from actor.rollout.hubs import Hubs
 from actor.rollout.lockstep import Rounds
-from actor.rollout.recording import CannotContinue, Recording, Recordings
+from actor.rollout.recording import CannotContinue, Recording, Recordings, WhyNot
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender, with_actions
 from actor.seats.seats import Seats
 from actor.seeds import SamplingSeeds, environment_seed
@@ -69,13 +69,13 @@ class PartSender:
         delivery: Delivery,
         *,
         actor: str,
-        max_lag_steps: int,
+        max_lag_steps: Callable[[], int],
         num_turns: int,
     ) -> None:
         """Start before the first turn.
 
         Args:
-            max_lag_steps: the learner's bound; 0: send nothing.
+            max_lag_steps: returns the learner's bound, which may change; 0: send nothing.
             num_turns: turns that a record replays; they are sent with the first one after them.
         """
         self._lease = lease
@@ -88,10 +88,11 @@ class PartSender:
 
     def on_turn(self, play: EpisodeState) -> None:
         """Send the turns so far if their time has come."""
-        if not self._max_lag_steps or play.num_turns <= self._num_turns:
+        bound = self._max_lag_steps()
+        if not bound or play.num_turns <= self._num_turns:
             return
         unsent = play.history.tape.oldest_versions[self._num_sent : play.num_turns]
-        if unsent and self._engine.version - min(unsent) >= self._max_lag_steps - 1:
+        if unsent and self._engine.version - min(unsent) >= bound - 1:
             self._num_sent = play.num_turns
             self._delivery.send_part(part_so_far(self._lease, play, actor=self._actor))
 
@@ -187,8 +188,16 @@ class EpisodePool:
         """Maximum number of concurrent episodes. After a decrease more may still be running."""
         return self._concurrency.limit
 
-    def configure(self, cfg: ActorSection) -> None:
-        """Use other bounds of the number of concurrent episodes. Running episodes continue."""
+    def configure(self, cfg: ActorSection, *, max_lag_steps: int, why_not: WhyNot) -> None:
+        """Use other bounds of concurrent episodes and of lags. Running episodes continue.
+
+        Args:
+            max_lag_steps: see `__init__`.
+            why_not: see `Recordings`.
+        """
+        self._max_lag_steps = max_lag_steps
+        if self._recordings is not None:
+            self._recordings.why_not = why_not
         self._concurrency.set_bounds(least=cfg.min_concurrent, most=cfg.max_concurrent)
         self._release_slots()
 
@@ -407,7 +416,7 @@ class EpisodePool:
             self._engine,
             self._delivery,
             actor=self._actor,
-            max_lag_steps=self._max_lag_steps if lease.kind is EpisodeKind.TRAIN else 0,
+            max_lag_steps=lambda: self._max_lag_steps if lease.kind is EpisodeKind.TRAIN else 0,
             num_turns=num_turns,
         )
 

@@ -37,6 +37,8 @@ from actor.rollout.context import Turn
 from actor.rollout.env_client import ExpertHint, HubSession, HubStepResult
 from actor.rollout.episode import Act, EnvSession, OpenSession
 from common.config.groups import GroupsSection
+from common.config.learner import PartialEpisodes
+from common.config.run_config import RunConfig
 from common.errors import ConfigError, EnvError, HubLost, LongstrideError
 from common.ids import episode_id_of
 from common.store.run_dir import write_atomically
@@ -96,6 +98,23 @@ class LagRule:
         most = int(self.max_lag_steps * self.max_stretch)
         bound = min(max(predicted, self.max_lag_steps), most)
         return "" if lag <= bound else f"its oldest token has a lag of {lag} steps, not {bound}"
+
+
+# (lease, versions of the recorded tokens) -> why the episode must not continue, "" if it may
+WhyNot = Callable[[Lease, set[int]], str]
+
+
+def why_not_of(cfg: RunConfig, version: Callable[[], int]) -> WhyNot:
+    """Return the rule of a run; `version` returns that of the engine's weights."""
+    rule = LagRule(
+        needs_one_version=cfg.train.mode == "sync",
+        max_lag_steps=cfg.learner.max_lag_steps,
+        max_stretch=cfg.scheduler.max_stretch,
+        max_ahead_steps=cfg.scheduler.max_ahead_steps,
+        hold_back_steps=cfg.learner.hold_back_steps,
+        is_by_turn=cfg.learner.partial_episodes is PartialEpisodes.TURNS,
+    )
+    return lambda lease, versions: rule.why_not(lease, versions, version=version())
 
 
 class RecordedTurn(NamedTuple):
@@ -528,7 +547,7 @@ class Recordings:
         *,
         temperature: float = 1.0,
         groups: GroupsSection | None = None,
-        why_not: Callable[[Lease, set[int]], str] = lambda _, __: "",
+        why_not: WhyNot = lambda _, __: "",
     ) -> None:
         """Use no files if `folder` is None.
 

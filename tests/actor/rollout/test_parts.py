@@ -45,13 +45,22 @@ class Box:
 
 
 def play(
-    *, bound: int, num_turns: int = 0, lease: Lease = LONG, **how: Any
+    *, bound: int | Callable[[int], int], num_turns: int = 0, lease: Lease = LONG, **how: Any
 ) -> tuple[Trajectory, list[Trajectory]]:
-    """Play an episode to its horizon; return it with its parts."""
+    """Play an episode to its horizon; return it with its parts.
+
+    Args:
+        bound: the bound, or a function from the version to it.
+    """
     engine: Any = Engine()
     box: Any = Box()
     sender = PartSender(
-        lease, engine, box, actor="actor-0", max_lag_steps=bound, num_turns=num_turns
+        lease,
+        engine,
+        box,
+        actor="actor-0",
+        max_lag_steps=lambda: bound if isinstance(bound, int) else bound(engine.version),
+        num_turns=num_turns,
     )
     on_turn: Callable[[Any], None] = sender.on_turn
     whole = asyncio.run(
@@ -76,6 +85,10 @@ def test_turns_are_sent_before_they_are_stale() -> None:
 @pytest.mark.parametrize(("bound", "expected"), [(0, []), (1, [1, 2, 3, 4, 5, 6, 7]), (9, [])])
 def test_bound_decides_which_turns_are_sent(bound: int, expected: list[int]) -> None:
     assert [part.num_turns for part in play(bound=bound)[1]] == expected
+
+
+def test_running_episode_follows_another_bound() -> None:
+    assert [part.num_turns for part in play(bound=lambda at: 9 if at < 6 else 1)[1]] == [4, 5, 6, 7]
 
 
 def test_replayed_turns_are_not_sent_again() -> None:
