@@ -48,7 +48,7 @@ SHARED = (0, 0, 20, 24)  # First tokens that each sequence shares with the one b
 SECOND = "second"  # Folder of the checkpoint with the second weights.
 FIRST_WORD = 3  # The ids below are special tokens.
 LAST_WORD = VOCAB - 16  # The ids from here on stand for images or sound in composites.
-EXACT = Scoring(chunk_tokens=64, autocast=False)
+EXACT = Scoring(chunk_tokens=64, dtype=torch.float32)
 MAX_GRADIENT_GAP = 1e-3  # Relative difference of two gradients.
 
 Scores = list[list[float]]

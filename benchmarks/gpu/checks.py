@@ -78,7 +78,7 @@ def check_packed_layers(bench: DeviceBench) -> None:
     The networks are small, with random weights. The note names a layer that computes one sequence
     after another, because the packages of its kernels are not installed.
     """
-    scoring = Scoring(chunk_tokens=256, autocast=bench.is_cuda)
+    scoring = Scoring(chunk_tokens=256, dtype=bench.pass_dtype)
     draw = np.random.default_rng(0)
     sequences = [draw.integers(3, VOCAB, length) for length in LAYER_LENGTHS]
     for index, num in enumerate(LAYER_SHARED):
@@ -119,7 +119,7 @@ def check_prefix_trees(bench: DeviceBench) -> None:
     """
     model = bench.model()
     cfg = replace(bench.sizes.learner, layout=Layout.PACKED, lr=STILL)
-    scoring = Scoring(chunk_tokens=cfg.logprob_chunk_tokens, autocast=bench.is_cuda)
+    scoring = Scoring(chunk_tokens=cfg.logprob_chunk_tokens, dtype=bench.pass_dtype)
     scale = bench.sizes.tree_scale
     use_attention([model], bench.device.type, Layout.PACKED, Attention.AUTO)
     for name, shape in SHAPES.items():

@@ -43,11 +43,13 @@ def measure_scoring(
     """
     device = next(model.parameters()).device
     tokens = random_tokens(model, num_sequences, num_seq_tokens)
-    how = Scoring(chunk_tokens=chunk_tokens, autocast=True)
+    how = Scoring(chunk_tokens=chunk_tokens, dtype=torch.bfloat16)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     chunked_bytes, chunked = _peak_of(lambda: token_logprobs(model, tokens, how), device)
-    whole_bytes, whole = _peak_of(lambda: whole_logprobs(model, tokens, autocast=True), device)
+    whole_bytes, whole = _peak_of(
+        lambda: whole_logprobs(model, tokens, dtype=torch.bfloat16), device
+    )
     return ScoringPeaks(
         chunked_bytes=chunked_bytes,
         whole_bytes=whole_bytes,
@@ -75,13 +77,13 @@ def _peak_of(score: Callable[[], Tensor], device: torch.device) -> tuple[int, Te
     return peak_bytes(run, device), scored[0]
 
 
-def whole_logprobs(model: PreTrainedModel, tokens: TokenBatch, *, autocast: bool) -> Tensor:
+def whole_logprobs(model: PreTrainedModel, tokens: TokenBatch, *, dtype: torch.dtype) -> Tensor:
     """Return log-probabilities [tokens] by one fp32 log-softmax over [batch, seq, vocab]."""
     head = model.get_output_embeddings()
     assert head is not None  # Every causal language model has a head.
     device_type = tokens.token_ids.device.type
-    hidden = flat_hidden(model.base_model, tokens, autocast=autocast)
-    with torch.autocast(device_type, dtype=torch.bfloat16, enabled=autocast):
+    hidden = flat_hidden(model.base_model, tokens, dtype=dtype)
+    with torch.autocast(device_type, dtype=dtype, enabled=dtype is not torch.float32):
         logits = head(hidden)  # [batch * seq, vocab]
     log_softmax = torch.log_softmax(logits.float(), dim=-1)
     return log_softmax[tokens.source_rows, tokens.target_ids]

@@ -81,11 +81,14 @@ class Precision(StrEnum):
     half of its weights, and for adapters without engines. The choice is made before the start and
     is never timed. --dry-run, the log, and report.html show it with its reason. bf16 rounds the
     weights for each pass; an update below half a unit of bf16 is hidden until it has added up, see
-    train/vanished_update_frac.
+    train/vanished_update_frac. fp16 has units of an eighth of those of bf16, and no numbers above
+    65,504. Its losses are scaled, see train/loss_scale. It is for GPUs; set model.dtype=float16,
+    too.
     """
 
     AUTO = "auto"
     BF16 = "bf16"
+    FP16 = "fp16"
     FP32 = "fp32"
 
 
@@ -693,6 +696,9 @@ class LearnerSection(RankKeys):
         is_stochastic = self.rounding is Rounding.STOCHASTIC
         if is_stochastic and self.precision is Precision.FP32:
             law = "must be nearest with learner.precision=fp32, whose passes round no weights"
+            yield "rounding", "stochastic", law
+        if is_stochastic and self.precision is Precision.FP16:
+            law = "must be nearest with learner.precision=fp16: it rounds to bf16 numbers"
             yield "rounding", "stochastic", law
         if is_stochastic and self.lora.is_merged:
             law = "must be nearest with learner.lora.targets=experts: the pass rounds sums of base"

@@ -20,7 +20,7 @@ from common.config.groups import GroupsSection
 from common.config.horizon import HorizonKind, HorizonSection, HorizonUnit
 from common.config.journal import JournalSection
 from common.config.knobs import Contradiction, check, knob
-from common.config.learner import LearnerSection, Offload, PartialEpisodes, PublishMode
+from common.config.learner import LearnerSection, Offload, PartialEpisodes, Precision, PublishMode
 from common.config.log import LogSection
 from common.config.machine import MachineSection
 from common.config.mixture import MixtureSection
@@ -211,6 +211,9 @@ class RunConfig:
             return
         if not learner.lora.rank:
             yield "model.base", base.value, "needs learner.lora.rank > 0: it is for frozen weights"
+        if learner.precision is Precision.FP16:
+            law = "must be full with learner.precision=fp16, which lacks numbers of bf16"
+            yield "model.base", base.value, law
         if learner.lora.is_merged:
             law = "must not name experts with model.base=int8 or nf4"
             yield "learner.lora.targets", ",".join(learner.lora.targets), law

@@ -114,7 +114,7 @@ def train_on(policy, optimizer, groups: list[list[Episode]]) -> float:
     sequences = [np.array(episode.token_ids) for episode in episodes]
     masks = [np.array(episode.mask) for episode in episodes]
     batch = collate_tokens(sequences, masks, device="cpu")  # learner/batch/batching.py
-    scoring = Scoring(chunk_tokens=4096, autocast=False)
+    scoring = Scoring(chunk_tokens=4096, dtype=torch.float32)
     new = token_logprobs(policy, batch, scoring)  # [tokens]; learner/policy/forward.py
     old = torch.tensor([value for episode in episodes for value in episode.logprobs])  # [tokens]
     log_rho = log_ratio(new.detach(), old)

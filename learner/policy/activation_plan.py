@@ -139,18 +139,19 @@ def logit_bytes(
 
 
 def row_of(
-    learner: LearnerSection, longest_tokens: int, *, is_cuda: bool, is_bf16: bool
+    learner: LearnerSection, longest_tokens: int, *, is_cuda: bool, is_16_bit: bool
 ) -> RowSizes:
     """Return the largest row of a learner's rank.
 
     Args:
         longest_tokens: tokens of the longest episode; 0: shorter than a microbatch.
+        is_16_bit: passes compute in bf16 or in fp16.
     """
-    width = 2 if is_bf16 else 4
+    width = 2 if is_16_bit else 4
     rank = learner.lora.rank
-    # Embeddings in bf16: gathered ones, and frozen ones of a GPU.
+    # Embeddings in 16 bits: gathered ones, and frozen ones of a GPU.
     is_narrow = (
-        is_bf16
+        is_16_bit
         and is_cuda
         and (rank > 0 or learner.num_ranks > 1 or learner.offload is Offload.OPTIMIZER)
     )

@@ -102,14 +102,15 @@ class ExpertRanks:
     sum of what both ranks return.
     """
 
-    def __init__(self, mesh: DeviceMesh, *, is_bf16: bool) -> None:
+    def __init__(self, mesh: DeviceMesh, *, dtype: torch.dtype) -> None:
         """Use a mesh [expert] or [copy, expert] of all ranks. Each row has one copy of all experts.
 
         Args:
-            is_bf16: weights and tokens are used and sent in bf16.
+            dtype: dtype of the pass, in which weights and tokens are used and sent. With float32
+                tokens are sent in their own dtype.
         """
         self.mesh = mesh
-        self._is_bf16 = is_bf16
+        self.dtype = dtype
         self._group = mesh.get_group(mesh.ndim - 1)
         self._copies = mesh.get_group(0) if mesh.ndim == 2 else None
         self.size = mesh.size(-1)
@@ -128,7 +129,7 @@ class ExpertRanks:
         """Divide the experts of a network in place; return their weights, which FSDP must ignore.
 
         Args:
-            exact: names of the parameters that a pass in bf16 uses in fp32.
+            exact: names of the parameters that a pass in 16 bits uses in fp32.
         """
         divided: set[nn.Parameter] = set()
         adapters = [each for _, each in expert_adapters(network)]
@@ -139,7 +140,7 @@ class ExpertRanks:
             uncast = {
                 name
                 for name, _ in module.named_parameters(recurse=False)
-                if not self._is_bf16 or f"{place}.{name}" in exact
+                if self.dtype is torch.float32 or f"{place}.{name}" in exact
             }
             for name, weight in list(module.named_parameters(recurse=False)):
                 setattr(module, name, self._share_of(weight))
@@ -197,7 +198,7 @@ class ExpertRanks:
 
     def sent_dtype(self, states: Tensor) -> torch.dtype:
         """Return the dtype in which states are sent."""
-        return torch.bfloat16 if self._is_bf16 else states.dtype
+        return states.dtype if self.dtype is torch.float32 else self.dtype
 
 
 class _DividedExperts:
@@ -215,7 +216,7 @@ class _DividedExperts:
         """Wrap the module's own forward pass.
 
         Args:
-            uncast: names of the weights that are not cast to bf16.
+            uncast: names of the weights that are not cast to the dtype of the pass.
             adapters: peft's layers of these weights.
         """
         self._ranks = ranks
@@ -265,7 +266,7 @@ class _DividedExperts:
                 factors = (left[experts], right[experts])
                 weights[layer.parameter_name] = torch.baddbmm(weight, *factors, alpha=scale)
         return {
-            name: each if name in self._uncast else each.to(torch.bfloat16)
+            name: each if name in self._uncast else each.to(self._ranks.dtype)
             for name, each in weights.items()
         }
 

@@ -38,7 +38,7 @@ from learner.policy.model import (
     vocabulary_size,
 )
 from learner.policy.model_shape import read_shape
-from learner.policy.precision import uses_bf16
+from learner.policy.precision import pass_dtype
 from learner.policy.selfcheck import (
     NeighboursDiffer,
     PackingRefused,
@@ -132,7 +132,7 @@ class _Trained(nn.Module):
         if probed is Probed.HEAD:
             return own_logits_gap(self.policy), *NO_OTHERS
         if probed is Probed.LOGITS:
-            return plain_logprobs(self.policy, tokens, autocast=scoring.autocast), *NO_OTHERS
+            return plain_logprobs(self.policy, tokens, dtype=scoring.dtype), *NO_OTHERS
         settings = (with_entropy, with_values, with_balance, with_support, probed)
         group = self._group
         if group is None or tokens.packing is None:
@@ -169,18 +169,18 @@ class _Trained(nn.Module):
         if probed is Probed.TRUNK:
             assert critic is not None
             assert critic.trunk is not None
-            states = flat_hidden(critic.trunk, tokens, autocast=scoring.autocast)
+            states = flat_hidden(critic.trunk, tokens, dtype=scoring.dtype)
             return states[tokens.source_rows], *NO_OTHERS
         body = trunk_of(policy)
         balance = None
         if with_balance:
-            hidden, routers = flat_hidden_and_routers(body, tokens, autocast=scoring.autocast)
+            hidden, routers = flat_hidden_and_routers(body, tokens, dtype=scoring.dtype)
             if whole is not None and self._group is not None:
                 num = whole.token_ids.shape[1]
                 routers = tuple(gather_positions(each, num, self._group) for each in routers)
             balance = balance_loss_of(policy)(routers, whole or tokens)
         else:
-            hidden = flat_hidden(body, tokens, autocast=scoring.autocast)
+            hidden = flat_hidden(body, tokens, dtype=scoring.dtype)
         rows = hidden[tokens.source_rows]
         targets = tokens.target_ids
         logprobs, entropy, support = hidden_logprobs(
@@ -193,7 +193,7 @@ class _Trained(nn.Module):
         )
         if not with_values or critic is None:
             return logprobs, entropy, None, None, balance, support
-        states = critic.hidden(tokens, hidden, autocast=scoring.autocast)
+        states = critic.hidden(tokens, hidden, dtype=scoring.dtype)
         of_tokens = critic.of_hidden(states[tokens.source_rows])
         of_ends = critic.of_hidden(states[tokens.last_rows])
         return logprobs, entropy, of_tokens, of_ends, balance, support
@@ -247,23 +247,23 @@ class Passes:
         self._replay = install(trunk_of(networks.policy)) if replays_routing else None
         self.scoring = Scoring(
             chunk_tokens=cfg.logprob_chunk_tokens,
-            autocast=uses_bf16(cfg, self.device),
+            dtype=pass_dtype(cfg, self.device),
             temperature=temperature,
-            head_dtype=_head_dtype(networks.policy, engine_dtype),
+            head_dtype=_head_dtype(networks.policy, engine_dtype, pass_dtype(cfg, self.device)),
         )
         # The ranks that divide the experts; None: FSDP gathers all experts.
         self.experts: ExpertRanks | None = None
         if expert_mesh is not None:
             check_expert_ranks([networks.policy, *present], cfg.expert_ranks)
-            self.experts = ExpertRanks(expert_mesh, is_bf16=self.scoring.autocast)
+            self.experts = ExpertRanks(expert_mesh, dtype=self.scoring.dtype)
         # The module to call for each network.
         self._units: dict[nn.Module, nn.Module] = {each: each for each in present}
         for network in present:
             if mesh is not None:
                 is_offloaded = cfg.offload is Offload.OPTIMIZER
-                is_bf16 = self.scoring.autocast
+                dtype = self.scoring.dtype
                 unit = shard(
-                    network, mesh, is_bf16=is_bf16, is_offloaded=is_offloaded, experts=self.experts
+                    network, mesh, dtype=dtype, is_offloaded=is_offloaded, experts=self.experts
                 )
                 self._units[network] = unit
 
@@ -276,7 +276,8 @@ class Passes:
         if cfg.activation_gib and policy.name_or_path:
             shape = read_shape(Path(policy.name_or_path))
         is_cuda = self.device.type == "cuda"
-        row = row_of(cfg, longest_tokens, is_cuda=is_cuda, is_bf16=uses_bf16(cfg, self.device))
+        is_16_bit = pass_dtype(cfg, self.device) is not torch.float32
+        row = row_of(cfg, longest_tokens, is_cuda=is_cuda, is_16_bit=is_16_bit)
         stored = choose_layers(cfg, shape, row, num_layers=num_layers)
         logger.info(
             "activations=%s: %d of %d layers store theirs, the inputs of the others are %s",
@@ -354,7 +355,7 @@ class Passes:
         """Measure the head again: weights that several ranks share had no values before."""
         vocab_size = vocabulary_size(network.policy)
         probe = make_probe(
-            network.policy, self.device, vocab_size=vocab_size, is_packed=False, is_bf16=False
+            network.policy, self.device, vocab_size=vocab_size, is_packed=False, dtype=torch.float32
         )
         tokens = probe.alone(0, is_packed=False)
         if not float(self._logprobs(network, tokens, self.scoring, Probed.HEAD)) <= 1.0:
@@ -369,7 +370,7 @@ class Passes:
             vocab_size=vocab_size,
             shares_prefix=self._cfg.shared_prefix,
             is_packed=self.is_packed,
-            is_bf16=scoring.autocast,
+            dtype=scoring.dtype,
         )
         compute = partial(self._logprobs, network, scoring=scoring)
         check_scores(probe, compute, partial(compute, probed=Probed.LOGITS))
@@ -381,7 +382,7 @@ class Passes:
                 vocab_size=vocab_size,
                 shares_prefix=self._cfg.shared_prefix,
                 is_packed=self.is_packed,
-                is_bf16=scoring.autocast,
+                dtype=scoring.dtype,
             )
             states = partial(compute, probed=Probed.TRUNK)
             check_scores(probe, states, _by_own_attention(trunk, states))
@@ -523,10 +524,15 @@ class Passes:
         return logprobs
 
 
-def _head_dtype(policy: PreTrainedModel, engine_dtype: str) -> torch.dtype:
-    """Return the dtype in which engines compute logits: theirs, or `head_dtype` of config.json."""
+def _head_dtype(policy: PreTrainedModel, engine_dtype: str, pass_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which engines compute logits: theirs, or `head_dtype` of config.json.
+
+    It is fp16 in a pass in fp16 only: other losses are not scaled, so gradients would be zero.
+    """
     named = getattr(text_config(policy.config), "head_dtype", None)
     dtype = engine_dtype if named in (None, "model") else str(named).removeprefix("torch.")
+    if dtype == "float16" and pass_dtype is torch.float16:
+        return torch.float16
     return torch.bfloat16 if dtype == "bfloat16" else torch.float32
 
 

@@ -42,7 +42,7 @@ from learner.policy.loading import (
 from learner.policy.lora import adapter_tensors, adapts_experts, add_adapters, has_adapters
 from learner.policy.merging import Merged, live_merged
 from learner.policy.model_kind import check_kind, check_trainable
-from learner.policy.precision import round_all_factors, store_in_bf16
+from learner.policy.precision import round_all_factors, store_in
 from learner.policy.quantised_base import quantise_layers
 
 
@@ -73,8 +73,8 @@ def load_policy(
         lora: with a rank above 0, only new adapters are trained.
         base: number format of the frozen linear layers beside adapters. The checkpoint must have
             numbers of this format, see `policy/quantised_base.py`.
-        base_dtype: dtype of frozen weights. A frozen network in bf16 computes the same numbers as
-            a trained one with fp32 master weights, whose pass rounds them.
+        base_dtype: dtype of frozen weights. A frozen network in 16 bits computes the same numbers
+            as a trained one with fp32 master weights, whose pass rounds them.
         is_frozen: no weight is trained.
         is_skeleton: stored weights get memory after sharding, see `policy/loading.py`.
         max_tokens: length of the longest sequence that an engine may produce; None: the model's own
@@ -115,7 +115,7 @@ def load_policy(
     if is_frozen:
         model.requires_grad_(False)
     if is_rounded:
-        store_in_bf16(model, is_sharded=is_skeleton)
+        store_in(model, base_dtype, is_sharded=is_skeleton)
         if not is_skeleton:
             give_memory(model, torch.device(device))
             fill(model, path)
@@ -171,9 +171,10 @@ class Scoring:
     """
 
     chunk_tokens: int  # Rows of the vocabulary projection in memory at once.
-    autocast: bool  # True: compute in bf16 over fp32 weights.
+    dtype: torch.dtype  # Dtype of the products, over fp32 weights.
     temperature: float = 1.0  # Sampling temperature; logits are divided by it, as in the sampler.
-    # Dtype of the projection under autocast: that of the engine. The weights are bf16 numbers.
+    # Dtype of the projection in a pass of 16 bits: that of the engine. The weights are rounded as
+    # in the rest of the pass.
     head_dtype: torch.dtype = torch.bfloat16
 
 
@@ -182,39 +183,40 @@ def token_logprobs(model: PreTrainedModel, tokens: TokenBatch, scoring: Scoring)
 
     Returns: [tokens] float32 nats.
     """
-    hidden = flat_hidden(trunk_of(model), tokens, autocast=scoring.autocast)[tokens.source_rows]
+    hidden = flat_hidden(trunk_of(model), tokens, dtype=scoring.dtype)[tokens.source_rows]
     scores = hidden_logprobs(model, hidden, tokens.target_ids, scoring, with_entropy=False)[0]
     logprobs = tokens.per_token(scores)
     assert logprobs is not None
     return logprobs
 
 
-def flat_hidden(body: nn.Module, tokens: TokenBatch, *, autocast: bool) -> Tensor:
+def flat_hidden(body: nn.Module, tokens: TokenBatch, *, dtype: torch.dtype) -> Tensor:
     """Return the last hidden states of a network without its head, [batch * seq, hidden]."""
-    return _run(body, tokens, autocast=autocast).last_hidden_state.flatten(0, 1)
+    return _run(body, tokens, dtype=dtype).last_hidden_state.flatten(0, 1)
 
 
 def flat_hidden_and_routers(
-    body: nn.Module, tokens: TokenBatch, *, autocast: bool
+    body: nn.Module, tokens: TokenBatch, *, dtype: torch.dtype
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return `flat_hidden`, and each router's logits [batch * seq, expert]."""
-    out = _run(body, tokens, autocast=autocast, output_router_logits=True)
+    out = _run(body, tokens, dtype=dtype, output_router_logits=True)
     logits = tuple(each.flatten(0, -2) for each in out.router_logits)
     return out.last_hidden_state.flatten(0, 1), logits
 
 
-def _run(body: nn.Module, tokens: TokenBatch, *, autocast: bool, **outputs: bool) -> Any:
+def _run(body: nn.Module, tokens: TokenBatch, *, dtype: torch.dtype, **outputs: bool) -> Any:
     """Run a network without its head over a block; return transformers' output."""
     device_type = tokens.token_ids.device.type
     set_routes(body, tokens.routes)
-    if autocast:
+    is_cast = dtype is not torch.float32
+    if is_cast:
         round_all_factors(body)
     packed: dict[str, Any] = {}
     if tokens.packing is not None:
         packed = {"position_ids": tokens.position_ids, "packing": tokens.packing}
     if tokens.sequence_group is not None:
         packed["sequence_group"] = tokens.sequence_group
-    with torch.autocast(device_type, dtype=torch.bfloat16, enabled=autocast):
+    with torch.autocast(device_type, dtype=dtype, enabled=is_cast):
         return body(input_ids=tokens.token_ids, use_cache=False, **packed, **outputs)
 
 
@@ -239,8 +241,8 @@ def hidden_logprobs(
         with_entropy: return the entropies [tokens], else None.
         support_ids: [tokens, k] further tokens to score at each position; None: none.
     """
-    dtype = scoring.head_dtype if scoring.autocast else torch.float32
-    logits_of = logits_function(model, dtype, is_rounded=scoring.autocast)
+    dtype = scoring.dtype if scoring.dtype is torch.float32 else scoring.head_dtype
+    logits_of = logits_function(model, dtype, pass_dtype=scoring.dtype)
 
     logprobs: list[Tensor] = []
     entropies: list[Tensor] = []
@@ -335,11 +337,11 @@ class Critic(nn.Module):
         """Return [rows] float32 values of hidden states [rows, hidden]."""
         return self.head(hidden.float()).sum(-1)  # The sum has one entry; FSDP warns about views.
 
-    def hidden(self, tokens: TokenBatch, policy_hidden: Tensor, *, autocast: bool) -> Tensor:
+    def hidden(self, tokens: TokenBatch, policy_hidden: Tensor, *, dtype: torch.dtype) -> Tensor:
         """Return the head's input states [batch * seq, hidden], of the policy or of its trunk."""
         if self.trunk is None:
             return policy_hidden
-        return flat_hidden(self.trunk, tokens, autocast=autocast)
+        return flat_hidden(self.trunk, tokens, dtype=dtype)
 
 
 def make_critic(

@@ -1,8 +1,8 @@
-"""The learner's arithmetic: bf16 over fp32 master weights, or fp32 throughout.
+"""The learner's arithmetic: bf16 or fp16 over fp32 master weights, or fp32 throughout.
 
-Some tensors are stored, gathered and sent in fp32 in both: vectors, the rows of routers, and the
-decay rates and convolutions of recurrent layers. They are a thousandth of a network. A pass in bf16
-rounds those of them that are factors of a product, as autocast does, and all other tensors.
+Some tensors are stored, gathered and sent in fp32 in all: vectors, the rows of routers, and the
+decay rates and convolutions of recurrent layers. They are a thousandth of a network. A pass in 16
+bits rounds those of them that are factors of a product, as autocast does, and all other tensors.
 
 A version for the engines has the numbers that the pass uses (`rounded_names`). Otherwise an engine
 in fp32 would follow updates that the pass does not see, and its samples would come from another
@@ -26,12 +26,19 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from common.config.learner import LearnerSection, Precision
+from common.errors import ConfigError
 from common.host.machine import has_bf16_units
 from learner.policy.expert_weights import holds_experts
 from learner.policy.precision_choice import PrecisionChoice, choose_precision
 from learner.training.ranks import Ranks
 
 _ENTERED = "rounding_modes"  # Attribute of a module: the modes of its current calls.
+DTYPES = {
+    Precision.FP32: torch.float32,
+    Precision.BF16: torch.bfloat16,
+    Precision.FP16: torch.float16,
+}
+LARGEST_FP16 = torch.finfo(torch.float16).max
 MAX_WIDTH = 16  # Product of the shorter axes: states of Mamba have 16 numbers, convolutions 4.
 
 
@@ -54,11 +61,11 @@ def settled_precision(
     )
 
 
-def uses_bf16(learner: LearnerSection, device: torch.device) -> bool:
-    """Return whether to compute in bf16; auto is what the device has units for."""
+def pass_dtype(learner: LearnerSection, device: torch.device) -> torch.dtype:
+    """Return the dtype of the passes; auto is what the device has units for."""
     if learner.precision is Precision.AUTO:
-        return precision_by_rule(device.type) is Precision.BF16
-    return learner.precision is Precision.BF16
+        return DTYPES[precision_by_rule(device.type)]
+    return DTYPES[learner.precision]
 
 
 def frozen_dtype(
@@ -72,8 +79,9 @@ def frozen_dtype(
     # The rule for adapters beside engines in fp32; a settled precision is not auto.
     is_fp32 = learner.lora.rank > 0 and engine_dtype == "float32"
     is_fp32 = is_fp32 and learner.precision is Precision.AUTO
-    is_bf16 = device.type == "cuda" and not is_fp32 and uses_bf16(learner, device)
-    return torch.bfloat16 if is_bf16 else torch.float32
+    if device.type != "cuda" or is_fp32:
+        return torch.float32
+    return pass_dtype(learner, device)
 
 
 @cache
@@ -102,7 +110,7 @@ def exact_names(network: nn.Module, shapes: Mapping[str, Sequence[int]]) -> set[
 
 
 def rounded_names(network: nn.Module, shapes: Mapping[str, Sequence[int]]) -> set[str]:
-    """Return the names of a network's tensors that a pass in bf16 rounds to bf16.
+    """Return the names of a network's tensors that a pass in 16 bits rounds to its dtype.
 
     These are the tensors that do not stay in fp32, and factors of products that do: autocast rounds
     biases, convolutions and the rows of routers. The biases of Mamba-2's time steps are cast to the
@@ -139,12 +147,16 @@ def _is_factor(name: str, shapes: Mapping[str, Sequence[int]]) -> bool:
 
 
 class RoundedFactors(TorchFunctionMode):
-    """Rounds factors to bf16 that autocast leaves in fp32.
+    """Rounds factors to the dtype of a pass that autocast leaves in fp32.
 
     Autocast knows neither the rows of tables nor the products of stacked experts, and some routers
-    turn it off. Sharded weights are gathered in bf16, so several ranks would compute another
+    turn it off. Sharded weights are gathered in 16 bits, so several ranks would compute another
     function than one rank.
     """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
 
     def __torch_function__(
         self,
@@ -156,26 +168,25 @@ class RoundedFactors(TorchFunctionMode):
         named = kwargs or {}
         match getattr(func, "__name__", ""):
             case "embedding":
-                return on_grid(func(*args, **named))
+                return on_grid(func(*args, **named), self._dtype)
             case "linear":
                 rows, *factors = args
-                named = {key: _rounded(each) for key, each in named.items()}
-                return func(rows, *map(_rounded, factors), **named)
+                named = {key: self._rounded(each) for key, each in named.items()}
+                return func(rows, *map(self._rounded, factors), **named)
             case "_grouped_mm" | "grouped_mm_fallback":
                 states, weights, *others = args
-                both = (states.to(torch.bfloat16), weights.to(torch.bfloat16))
+                both = (states.to(self._dtype), weights.to(self._dtype))
                 return func(*both, *others, **named).to(states.dtype)
             case _:
                 return func(*args, **named)
 
+    def _rounded(self, value: Any) -> Any:
+        return on_grid(value, self._dtype) if isinstance(value, Tensor) else value
 
-def _rounded(value: Any) -> Any:
-    return on_grid(value) if isinstance(value, Tensor) else value
 
-
-def on_grid(weight: Tensor) -> Tensor:
-    """Return a weight rounded to bf16, in its own dtype. Its gradient is that of the result."""
-    return weight.to(torch.bfloat16).to(weight.dtype)
+def on_grid(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a weight rounded to `dtype`, in its own dtype. Its gradient is that of the result."""
+    return weight.to(dtype).to(weight.dtype)
 
 
 def round_all_factors(network: nn.Module) -> None:
@@ -201,7 +212,8 @@ def _is_router(module: nn.Module) -> bool:
 def _enter(module: nn.Module, _: object) -> None:
     """Begin to round, if autocast is active on the module's device."""
     device_type = next(module.parameters()).device.type
-    mode = RoundedFactors() if torch.is_autocast_enabled(device_type) else None
+    is_cast = torch.is_autocast_enabled(device_type)
+    mode = RoundedFactors(torch.get_autocast_dtype(device_type)) if is_cast else None
     getattr(module, _ENTERED).append(mode)
     if mode is not None:
         mode.__enter__()
@@ -214,13 +226,13 @@ def _leave(module: nn.Module, _: object, __: object) -> None:
         mode.__exit__(None, None, None)
 
 
-def store_in_bf16(network: nn.Module, *, is_sharded: bool) -> None:
-    """Let a frozen network in fp32, without values yet, store its matrices in bf16.
+def store_in(network: nn.Module, dtype: torch.dtype, *, is_sharded: bool) -> None:
+    """Let a frozen network in fp32, without values yet, store its matrices in 16 bits.
 
-    It computes the numbers that a pass in bf16 over master weights in fp32 computes. Norms and
-    other tensors that such a pass does not round remain in fp32, and so do tables. Modules with
+    It computes the numbers that a pass of this dtype over master weights in fp32 computes. Norms
+    and other tensors that such a pass does not round remain in fp32, and so do tables. Modules with
     code of their own, such as experts, have their weights in fp32 while they compute: their results
-    would have another dtype otherwise. Sharded weights are gathered in bf16 for both networks.
+    would have another dtype otherwise. Sharded weights are gathered in `dtype` for both networks.
     """
     state = network.state_dict(keep_vars=True)
     exact = exact_names(network, {name: each.shape for name, each in state.items()})
@@ -230,7 +242,7 @@ def store_in_bf16(network: nn.Module, *, is_sharded: bool) -> None:
     }
     for each in network.parameters():
         if id(each) not in wide:
-            each.data = each.data.to(torch.bfloat16)
+            each.data = each.data.to(dtype)
     for module in network.modules():
         if not is_sharded and not isinstance(module, nn.Linear) and _halves(module):
             module.register_forward_pre_hook(_widen)
@@ -238,12 +250,12 @@ def store_in_bf16(network: nn.Module, *, is_sharded: bool) -> None:
 
 
 def _halves(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the weights of a module itself that are stored in bf16."""
+    """Return the weights of a module itself that are stored in 16 bits."""
     stored = module.named_parameters(recurse=False)
-    return {name: each for name, each in stored if each.dtype is torch.bfloat16}
+    return {name: each for name, each in stored if each.dtype in (torch.bfloat16, torch.float16)}
 
 
-_NARROW = "weights_in_bf16"  # Attribute of a module while it computes: its stored weights.
+_NARROW = "weights_in_16_bits"  # Attribute of a module while it computes: its stored weights.
 
 
 def _widen(module: nn.Module, _: object) -> None:
@@ -287,6 +299,28 @@ def _counts_in(module: nn.Module) -> Iterator[int]:
     for name, value in vars(module).items():
         if "experts" in name and type(value) is int:
             yield value
+
+
+def check_range(networks: Iterable[nn.Module], ranks: Ranks) -> None:
+    """Check that fp16 has the weights that a pass in fp16 rounds. All ranks call it together.
+
+    Raises: ConfigError: names the first tensor with a number above 65,504, on any rank.
+    """
+    for network in networks:
+        weights = dict(network.named_parameters())
+        names = rounded_names(network, {name: each.shape for name, each in weights.items()})
+        largest = torch.zeros(len(weights))
+        for index, (name, weight) in enumerate(weights.items()):
+            numbers = _local(weight).detach()
+            if name in names and numbers.numel() and numbers.is_floating_point():
+                largest[index] = numbers.float().abs().max() > LARGEST_FP16
+        beyond = ranks.sum(largest).nonzero()
+        if len(beyond):
+            name = list(weights)[int(beyond[0])]
+            raise ConfigError(
+                f"learner.precision=fp16: the weight {name} has a number above"
+                f" {LARGEST_FP16:,.0f}, the largest of fp16. Use learner.precision=bf16 or fp32"
+            )
 
 
 logger = logging.getLogger(__name__)
@@ -396,7 +430,7 @@ class RoundedWeights:
             rounded = _local(weight)
             master.copy_(rounded)
             if number == 0:
-                rounded.copy_(on_grid(master))
+                rounded.copy_(on_grid(master, torch.bfloat16))
                 continue
             flat = rounded.reshape(-1)  # A view, unless the layout in memory forbids one.
             first = _first_number(weight)
@@ -417,7 +451,7 @@ def _first_number(weight: Tensor) -> int:
 
 
 def _trained_and_rounded(model: nn.Module) -> tuple[dict[str, nn.Parameter], set[str]]:
-    """Return the trained weights by name, and the names that a pass in bf16 rounds."""
+    """Return the trained weights by name, and the names that a pass in 16 bits rounds."""
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     shapes = {name: each.shape for name, each in trained.items() if ".lora_" not in name}
     return trained, rounded_names(model, shapes) | (trained.keys() - shapes.keys())
@@ -426,9 +460,9 @@ def _trained_and_rounded(model: nn.Module) -> tuple[dict[str, nn.Parameter], set
 class VanishedUpdates:
     """The share of changed weights whose rounded value is the same before and after a step.
 
-    An update below half a unit of bf16 changes the fp32 master, and not the weight of the forward
-    pass, until several have added up. Weights of a checkpoint in bf16 lie on the grid of bf16, so
-    small updates vanish there for many steps. Without rounding the share is 0.
+    An update below half a unit of the pass's dtype changes the fp32 master, and not the weight of
+    the forward pass, until several have added up. Weights of a checkpoint in bf16 lie on the grid
+    of bf16, so small updates vanish there for many steps. Without rounding the share is 0.
 
     Example: weights of .02 have units of 2^-13 = 1.2e-4, so steps of 1e-5 vanish six times.
     """
@@ -437,13 +471,14 @@ class VanishedUpdates:
         self,
         model: nn.Module,
         *,
-        is_bf16: bool,
+        dtype: torch.dtype,
         ranks: Ranks | None = None,
         copies: RoundedWeights | None = None,
     ) -> None:
         """Watch the trained weights, which must be sharded by now.
 
         Args:
+            dtype: dtype of the passes.
             copies: rounds the weights stochastically; None: they are rounded to the nearest number.
         """
         self._ranks = ranks or Ranks()
@@ -454,7 +489,8 @@ class VanishedUpdates:
         # [number] fp32: the masters before the step, and their rounded numbers
         self._before: tuple[Tensor, Tensor] | None = None
         self._is_high = False
-        if is_bf16:
+        self._dtype = dtype
+        if dtype is not torch.float32:
             self._watch(model)
 
     def _watch(self, model: nn.Module) -> None:
@@ -498,10 +534,11 @@ class VanishedUpdates:
         # Stochastic rounding shows the mean of all updates.
         if hidden > MAX_HIDDEN_FRAC and not self._is_high and self._copies is None:
             logger.warning(
-                "train/vanished_update_frac=%.2f: rounding to bf16 hides this share of the updates"
+                "train/vanished_update_frac=%.2f: rounding to %s hides this share of the updates"
                 " from the forward pass until they add up (learning rate %.1e). Set"
                 " learner.precision=fp32 and model.dtype=float32, or raise the learning rate.",
                 hidden,
+                "fp16" if self._dtype is torch.float16 else "bf16",
                 lr,
             )
         self._is_high = hidden > MAX_HIDDEN_FRAC
@@ -511,7 +548,7 @@ class VanishedUpdates:
         """Return sampled numbers of the masters and their rounded numbers, [number] fp32 each."""
         stored = torch.cat([_sampled(each) for each in self._weights])
         if self._copies is None:
-            return stored, on_grid(stored)
+            return stored, on_grid(stored, self._dtype)
         masters = self._copies.masters
         return torch.cat([_sampled(masters.get(id(each), each)) for each in self._weights]), stored
 

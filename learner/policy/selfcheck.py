@@ -31,8 +31,8 @@ READ_FRAC = 0.5  # Fraction of a sequence, at its end, that is scored; the rest 
 
 # Largest difference of two fp32 scores, as a fraction of their mean size.
 MAX_FP32 = 2e-4
-# Mean difference of two bf16 scores, as a fraction of their mean size.
-MAX_BF16 = 2e-2
+# Mean difference of two scores in 16 bits, as a fraction of their mean size.
+MAX_MEAN = {torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
 
 Score = Callable[[TokenBatch], Tensor]  # [tokens] nats or [tokens, hidden] states
 
@@ -58,7 +58,7 @@ class Probe:
     device: torch.device
     is_packed: bool
     shares_prefix: bool = False  # In the packed layout sequences share their common tokens.
-    is_bf16: bool
+    dtype: torch.dtype  # Dtype of the pass.
 
     def alone(self, index: int, *, is_packed: bool) -> TokenBatch:
         """Return a block of one sequence."""
@@ -88,7 +88,7 @@ def make_probe(
     *,
     vocab_size: int,
     is_packed: bool,
-    is_bf16: bool,
+    dtype: torch.dtype,
     shares_prefix: bool = False,
 ) -> Probe:
     """Return fixed random sequences of a vocabulary, none longer than the network allows.
@@ -110,7 +110,7 @@ def make_probe(
         sequences=sequences,
         device=device,
         is_packed=is_packed,
-        is_bf16=is_bf16,
+        dtype=dtype,
         shares_prefix=shares_prefix and min(map(len, sequences)) > max(SHARED),
     )
 
@@ -121,8 +121,8 @@ def arithmetics(network: nn.Module, scoring: Scoring) -> list[Scoring]:
     weights = list(network.parameters())
     is_fp32 = all(each.dtype == torch.float32 for each in weights)
     is_sharded = any(isinstance(each, DTensor) for each in weights)
-    if configured.autocast and is_fp32 and not is_sharded:
-        return [replace(configured, autocast=False), configured]
+    if configured.dtype is not torch.float32 and is_fp32 and not is_sharded:
+        return [replace(configured, dtype=torch.float32), configured]
     return [configured]
 
 
@@ -188,18 +188,20 @@ def _difference(scores: Tensor, expected: Tensor, probe: Probe) -> str:
     theirs = expected.double().flatten()
     gaps = (ours - theirs).abs().nan_to_num(0.0, posinf=0.0)  # Other checks detect NaN.
     size = theirs.nan_to_num(0.0, posinf=0.0, neginf=0.0).abs().mean().item()
-    gap = (gaps.mean() if probe.is_bf16 else gaps.max()).item()
-    if gap <= size * (MAX_BF16 if probe.is_bf16 else MAX_FP32):
+    is_fp32 = probe.dtype is torch.float32
+    gap = (gaps.max() if is_fp32 else gaps.mean()).item()
+    if gap <= size * (MAX_FP32 if is_fp32 else MAX_MEAN[probe.dtype]):
         return ""
     at = int(gaps.argmax())
     unit = " nats" if expected.ndim == 1 else ""
     return f"{ours[at].item():.4f} and {theirs[at].item():.4f}{unit}"
 
 
-def plain_logprobs(model: PreTrainedModel, tokens: TokenBatch, *, autocast: bool) -> Tensor:
+def plain_logprobs(model: PreTrainedModel, tokens: TokenBatch, *, dtype: torch.dtype) -> Tensor:
     """Return the [tokens] float32 nats of a padded block by the network's own forward pass."""
     device_type = tokens.token_ids.device.type
-    with own_attention(model), torch.autocast(device_type, dtype=torch.bfloat16, enabled=autocast):
+    is_cast = dtype is not torch.float32
+    with own_attention(model), torch.autocast(device_type, dtype=dtype, enabled=is_cast):
         try:
             logits = model(input_ids=tokens.token_ids, use_cache=False).logits
         except AttributeError as error:

@@ -22,7 +22,6 @@ from learner.policy.loading import give_memory
 from learner.policy.precision import exact_names
 
 EXACT = MixedPrecisionPolicy()
-MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 class ShardedNetwork(nn.Module):
@@ -46,7 +45,7 @@ def shard(
     network: nn.Module,
     mesh: DeviceMesh,
     *,
-    is_bf16: bool,
+    dtype: torch.dtype,
     is_offloaded: bool = False,
     experts: ExpertRanks | None = None,
 ) -> nn.Module:
@@ -56,8 +55,8 @@ def shard(
     shard only. The optimizer must be made after this call.
 
     Args:
-        is_bf16: matrices are gathered in bf16. Vectors and other tensors that one rank computes in
-            fp32 stay in fp32, see `policy/precision.py`.
+        dtype: matrices are gathered in this dtype of the pass. Vectors and other tensors that one
+            rank computes in fp32 stay in fp32, see `policy/precision.py`.
         is_offloaded: this rank's shards, gradients and moments are in host memory.
         experts: ranks that each keep a share of the experts whole; None: experts are gathered.
 
@@ -90,8 +89,9 @@ def shard(
         sharded.set_force_sum_reduction_for_comms(True)  # gloo supports no other sum.
 
     outer = network
-    names = _exact_parameters(network) if is_bf16 else set[str]()
-    if is_bf16 and experts is not None:
+    is_mixed = dtype is not torch.float32
+    names = _exact_parameters(network) if is_mixed else set[str]()
+    if is_mixed and experts is not None:
         # Factors are added to the stored weights of experts, in the dtype of these.
         names |= {
             f"{place}.{name}"
@@ -101,13 +101,14 @@ def shard(
         }
     divided = set[nn.Parameter]() if experts is None else experts.divide(network, names)
     names = {name for name in names if network.get_parameter(name) not in divided}
-    if is_bf16:
+    if is_mixed:
         others = [each for name, each in network.named_parameters() if name not in names]
         outer = ShardedNetwork(network)
         # The outer unit comes first: a unit leaves out the units inside it.
         make_unit(outer, EXACT, others)
     exact = [network.get_parameter(name) for name in names]
-    policy = MIXED if is_bf16 else EXACT
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    policy = mixed if is_mixed else EXACT
     for block in reversed(_blocks(network)):  # Inner blocks come first.
         make_unit(block, policy, exact)
     make_unit(network, policy, exact, reshard_after_forward=False)
@@ -123,9 +124,9 @@ def _blocks(network: nn.Module) -> list[nn.Module]:
 
 
 def _exact_parameters(network: nn.Module) -> set[str]:
-    """Return the names of parameters that a pass in bf16 uses in fp32.
+    """Return the names of parameters that a pass in 16 bits uses in fp32.
 
-    Adapters are used in products only, so they are computed in bf16.
+    Adapters are used in products only, so they are computed in 16 bits.
     """
     weights = dict(network.named_parameters())
     shapes = {name: each.shape for name, each in weights.items() if ".lora_" not in name}

@@ -32,7 +32,7 @@ from learner.policy.kernels.attention import (
 )
 from learner.policy.loading import is_unloaded
 from learner.policy.model import Scoring, pick_device, token_logprobs, vocabulary_size
-from learner.policy.precision import settled_precision
+from learner.policy.precision import DTYPES, settled_precision
 from learner.policy.precision_choice import check_engines
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class ComputeConfig:
     def plainness(self) -> tuple[bool, bool, bool]:
         """The sort key of configurations; the plainest one comes first."""
         return (
-            self.precision is Precision.BF16,
+            self.precision is not Precision.FP32,
             self.layout is Layout.PACKED,
             self.attention is Attention.FUSED,
         )
@@ -297,7 +297,7 @@ def _time_pass(
     """Return the duration and the results of one forward and backward pass."""
     tokens = _tokens(model, config, num_tokens)
     use_attention([model], model.device.type, config.layout, config.attention)
-    scoring = Scoring(chunk_tokens=num_tokens, autocast=config.precision is Precision.BF16)
+    scoring = Scoring(chunk_tokens=num_tokens, dtype=DTYPES[config.precision])
     started = clock()
     logprobs = token_logprobs(model, tokens, scoring)
     (-logprobs.mean()).backward()

@@ -468,12 +468,67 @@ def by_mesh(weights: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(parts.values())
 
 
+class LossScale:
+    """The factor of losses whose gradients are computed in fp16.
+
+    fp16 has no numbers between 0 and 6e-8, so small gradients would be zero. They are computed of
+    the loss times the scale, and divided by it in fp32. The scale is a power of two, so the
+    division is exact. Gradients above 65,504 overflow: their update is skipped, and the scale is
+    halved. After 2,000 updates without an overflow it is doubled.
+
+    The rule is that of `torch.amp.GradScaler`. GradScaler decides for each optimizer by itself, so
+    AdamW could update its weights while Muon skips. It decides by the gradients of one mesh. Here
+    one decision, by the norm of all gradients over all ranks, holds for all optimizers.
+
+    Example: a gradient overflows with scale 65536. Nothing changes but the scale, 32768.
+
+    Source: arXiv:1710.03740; numbers of `torch.amp.GradScaler`.
+    """
+
+    FIRST = 2.0**16
+    LEAST = 1.0
+    GROWTH_UPDATES = 2000
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """Start with the first scale for passes in fp16; losses of other dtypes are not scaled."""
+        self.is_on = dtype is torch.float16
+        self.value = self.FIRST if self.is_on else 1.0
+        self.num_good = 0  # Updates without an overflow since the last change of the scale.
+
+    def count_good(self) -> None:
+        """Count an update with finite gradients; the last of many in a row doubles the scale."""
+        self.num_good += self.is_on
+        if self.num_good == self.GROWTH_UPDATES:
+            self.value *= 2
+            self.num_good = 0
+
+    def shrink(self) -> bool:
+        """Halve the scale after an overflow; return False if it is at its least already."""
+        if not self.is_on or self.value <= self.LEAST:
+            return False
+        self.value /= 2
+        self.num_good = 0
+        return True
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the state for JSON; {} without scaling."""
+        return {"value": self.value, "num_good": self.num_good} if self.is_on else {}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue with a saved state; {} changes nothing."""
+        if self.is_on and state:
+            self.value = float(state["value"])
+            self.num_good = int(state["num_good"])
+
+
 class Update(NamedTuple):
     """The result of one optimizer update."""
 
     is_good: bool  # False: a value was not finite and the weights are unchanged.
     grad_norm: float  # Gradient norm before clipping.
     metrics: dict[str, float]  # Means over the minibatch's trained tokens.
+    # True: gradients overflowed in fp16, and the next update has a smaller scale of the loss.
+    is_overflow: bool = False
 
 
 class Updates:
@@ -484,19 +539,24 @@ class Updates:
         policy: PreTrainedModel,
         cfg: LearnerSection,
         *,
-        is_bf16: bool,
+        dtype: torch.dtype,
         critic: nn.Module | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """Make the optimizers. The networks must be sharded by now."""
+        """Make the optimizers. The networks must be sharded by now.
+
+        Args:
+            dtype: dtype of the passes.
+        """
         self._cfg = cfg
         self._policy = policy
         self._critic = critic
         self.optimizer = make_optimizer(policy, cfg)
         self._critic_optimizer = None if critic is None else make_critic_optimizer(critic, cfg)
-        is_stochastic = is_bf16 and cfg.rounding is Rounding.STOCHASTIC
+        is_stochastic = dtype is torch.bfloat16 and cfg.rounding is Rounding.STOCHASTIC
         self._copies = RoundedWeights(policy) if is_stochastic else None
-        self.vanished = VanishedUpdates(policy, is_bf16=is_bf16, ranks=ranks, copies=self._copies)
+        self.vanished = VanishedUpdates(policy, dtype=dtype, ranks=ranks, copies=self._copies)
+        self.loss_scale = LossScale(dtype)
         self.num_updates = 0  # Updates made so far; skipped updates do not count.
         self.rounded_at = 0  # Number of updates when the policy's weights were last rounded.
         self.take_weights(0)
@@ -546,33 +606,42 @@ class Updates:
     ) -> Update:
         """Clip the gradients, and change the weights if they and the loss are finite.
 
-        All ranks call this method together.
+        All ranks call this method together. The gradients are those of the loss times
+        `loss_scale.value`.
 
         Args:
-            loss: the loss of the gradients, over all microbatches and ranks.
+            loss: the loss without its scale, over all microbatches and ranks.
             scale: factor of the configured learning rates.
             changes_policy: False: only the critic learns.
         """
         self.optimizer.set_lr_scale(scale)
         metrics = dict(metrics)
         grad_norm = self._clip(self._policy)
-        is_good = math.isfinite(loss) and math.isfinite(grad_norm)
+        is_finite = math.isfinite(grad_norm)
         if self._critic is not None:
             metrics["critic/grad_norm"] = self._clip(self._critic)
-            is_good = is_good and math.isfinite(metrics["critic/grad_norm"])
+            is_finite = is_finite and math.isfinite(metrics["critic/grad_norm"])
+        # An infinite loss overflowed in the forward pass, which no scale of the loss can mend.
+        is_overflow = math.isfinite(loss) and not is_finite and self.loss_scale.shrink()
+        is_good = math.isfinite(loss) and is_finite
         if is_good:
             self.num_updates += 1
+            self.loss_scale.count_good()
             if changes_policy:
                 self.put_masters()
                 self.optimizer.step()
                 self.take_weights(self.num_updates)
             if self._critic_optimizer is not None:
                 self._critic_optimizer.step()
-        return Update(is_good, grad_norm, metrics)
+        return Update(is_good, grad_norm, metrics, is_overflow)
 
     def _clip(self, network: nn.Module) -> float:
-        """Clip the gradient of a network; return its norm before."""
+        """Remove the loss's scale from a network's gradient, then clip it; return its true norm."""
         parts = by_mesh(each for each in network.parameters() if each.grad is not None)
+        if self.loss_scale.value != 1:
+            for part in parts:
+                gradients = [each.grad for each in part]
+                _torch._foreach_mul_(gradients, 1 / self.loss_scale.value)
         norms = [
             whole(nn.utils.get_total_norm([each.grad for each in part if each.grad is not None]))
             for part in parts
@@ -593,6 +662,8 @@ class Updates:
     ) -> None:
         """Count a step in which an update was skipped; a step without updates changes nothing.
 
+        An overflow in fp16 is logged, and does not count: the next update has a smaller scale.
+
         Args:
             unit: names the count of steps, such as "version"; `number` is that of the step.
             remedy: sentences for the error.
@@ -601,7 +672,17 @@ class Updates:
         """
         if not updates:
             return
-        num_bad = sum(not update.is_good for update in updates)
+        num_overflows = sum(update.is_overflow for update in updates)
+        if num_overflows:
+            logger.warning(
+                "skipped updates whose gradients overflowed in fp16 %s=%d num_overflows=%d"
+                " next_loss_scale=%g",
+                unit,
+                number,
+                num_overflows,
+                self.loss_scale.value,
+            )
+        num_bad = sum(not update.is_good for update in updates) - num_overflows
         if num_bad == 0:
             self.num_bad_steps_in_a_row = 0
             return

@@ -105,17 +105,20 @@ class Gradient:
 Loss = tuple[Tensor, dict[str, Tensor]]  # The loss of a microbatch, and its metrics: scalars.
 
 
-def add_gradients(losses: Iterable[Loss], names: Sequence[str], ranks: Ranks) -> dict[str, float]:
+def add_gradients(
+    losses: Iterable[Loss], names: Sequence[str], ranks: Ranks, *, scale: float = 1.0
+) -> dict[str, float]:
     """Add the gradients of the losses; return the sums of their metrics over all ranks.
 
     Args:
+        scale: factor of the gradients, see `LossScale`; the metrics are those without it.
         losses: computed one at a time, so that memory holds the graph of one microbatch.
         names: names of the metrics to sum, the same on all ranks.
     """
     # Tensors on the device: reading each number would block until it is computed.
     rows: list[Tensor] = []
     for loss, metrics in losses:
-        loss.backward()
+        (loss if scale == 1 else loss * scale).backward()
         rows.append(torch.stack([metrics[name] for name in names]))  # [metric]
     totals = torch.zeros(len(names), dtype=torch.float64)  # Zeros, for a rank without samples.
     if rows:
@@ -207,8 +210,14 @@ class Gradients:
         mu = sampled(trajectories, [t.logprobs for t in trajectories]).astype(np.float32)
         return log_ratio(self.before(batch), torch.from_numpy(mu))
 
-    def accumulate(self, batch: ScoredBatch, part: Sequence[int]) -> Gradient:
-        """Add the gradient of a minibatch (indices of samples), microbatch by microbatch."""
+    def accumulate(
+        self, batch: ScoredBatch, part: Sequence[int], *, scale: float = 1.0
+    ) -> Gradient:
+        """Add the gradient of a minibatch (indices of samples), microbatch by microbatch.
+
+        Args:
+            scale: factor of the gradient, see `LossScale`.
+        """
         samples = [batch.samples[index] for index in part]
         if self._is_surrogate_alone:
             part = with_advantage(batch.samples, part)
@@ -222,7 +231,7 @@ class Gradients:
         names += [BALANCE_METRIC] if self._is_balanced else []
         logprobs: BySample = {}
         losses = self._losses(batch, part, samples, denominator, logprobs)
-        sums = add_gradients(losses, names, self._ranks)
+        sums = add_gradients(losses, names, self._ranks, scale=scale)
         num_computed = sum(batch.samples[index].num_sampled_tokens for index in part)
         for name in (name for name in names if name.startswith(("policy/", "teacher/"))):
             sums[name] *= denominator.num_tokens / num_computed
@@ -437,9 +446,10 @@ MAX_LAG_SHOWN = 8  # The histogram's last bin holds this lag and all larger ones
 def mean_metrics(updates: Sequence[Update]) -> dict[str, float]:
     """Average the metrics of the successful updates, and count the failed updates."""
     good = [update for update in updates if update.is_good]
+    num_overflows = sum(update.is_overflow for update in updates)
     metrics = {
         "train/num_updates": float(len(good)),
-        "train/num_bad_updates": float(len(updates) - len(good)),
+        "train/num_bad_updates": float(len(updates) - len(good) - num_overflows),
     }
     if good:
         for name in good[0].metrics:

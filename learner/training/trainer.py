@@ -21,6 +21,7 @@ from learner.batch.packing import forest_of
 from learner.objective.measures import Overlap
 from learner.policy.finite import WeightsNotFinite, first_not_finite
 from learner.policy.forward import Networks
+from learner.policy.precision import check_range
 from learner.training.controller import Controller, Decision
 from learner.training.digests import Digester, StepDigests
 from learner.training.optimizer import Update, Updates, lr_scale
@@ -99,9 +100,9 @@ class Trainer:
         self._on_bad_batch = on_bad_batch
         self._before_update = before_update or (lambda: None)
         self._gradients = Gradients(settings, networks, self._ranks)
-        is_bf16 = self._gradients.passes.scoring.autocast
+        dtype = self._gradients.passes.scoring.dtype
         self._updates = Updates(
-            self._model, cfg, is_bf16=is_bf16, critic=self._critic, ranks=self._ranks
+            self._model, cfg, dtype=dtype, critic=self._critic, ranks=self._ranks
         )
         self._controller = Controller(cfg.controller, max_ahead_steps=settings.max_ahead_steps)
         # Modules by their names in a checkpoint.
@@ -140,8 +141,9 @@ class Trainer:
 
     def measure_rate(self) -> None:
         """Measure the device's matrix rate in the precision of the forward pass."""
-        is_bf16 = self._gradients.passes.scoring.autocast
-        dtype = torch.bfloat16 if is_bf16 else next(self._model.parameters()).dtype
+        dtype = self._gradients.passes.scoring.dtype
+        if dtype is torch.float32:
+            dtype = next(self._model.parameters()).dtype
         self._matrix_rate = max(self._matrix_rate, matrix_rate(self._model.device, dtype))
         shown = (dtype, self._model.device, torch.get_num_threads(), self._matrix_rate / 1e9)
         logger.info("matrix rate dtype=%s device=%s threads=%d gflops=%.0f", *shown)
@@ -170,9 +172,12 @@ class Trainer:
         Args:
             may_pad: switch to padding if packed sequences attend to each other.
 
-        Raises: ConfigError: the scores differ by more than rounding.
+        Raises: ConfigError: the scores differ by more than rounding, or fp16 lacks a weight's
+            numbers.
         """
         with self._ranks.in_touch("the start check"):
+            if self._updates.loss_scale.is_on:
+                check_range((*self._modules.values(), *self._frozen[1:]), self._ranks)
             self._gradients.passes.check_start(may_pad=may_pad)
 
     def checksums(self) -> tuple[str, str]:
@@ -197,8 +202,10 @@ class Trainer:
             assert ranks.publish_group is not None
             device = torch.device(ranks.publish_device)
             gathering = Gathering(ranks.publish_group, ranks.index, device, ask)
-        is_bf16 = self._gradients.passes.scoring.autocast
-        return policy_weights(self._model, self._engine_dtype, is_bf16=is_bf16, gathering=gathering)
+        pass_dtype = self._gradients.passes.scoring.dtype
+        return policy_weights(
+            self._model, self._engine_dtype, pass_dtype=pass_dtype, gathering=gathering
+        )
 
     def carry_out(self, order: RankOperation) -> None:
         """Run an order of rank 0 on this rank."""
@@ -292,7 +299,8 @@ class Trainer:
         self._digester.prepared(batch.samples, parts)
         for part in parts:
             self._updates.zero_grad()
-            gradient = self._gradients.accumulate(batch, part)
+            loss_scale = self._updates.loss_scale.value
+            gradient = self._gradients.accumulate(batch, part, scale=loss_scale)
             batch = batch.with_scored(gradient.logprobs)
             if decision is None:
                 overlap = self._gradients.overlap(batch)
@@ -350,7 +358,10 @@ class Trainer:
             metrics |= routing_metrics(batch.samples)
         if self._gradients.passes.experts is not None:
             metrics |= exchange_metrics(self._gradients.passes.experts, self._ranks)
-        metrics["train/is_bf16"] = float(self._gradients.passes.scoring.autocast)
+        if self._updates.loss_scale.is_on:
+            metrics["train/loss_scale"] = self._updates.loss_scale.value
+            metrics["train/num_overflows"] = float(sum(each.is_overflow for each in updates))
+        metrics["train/is_bf16"] = float(self._gradients.passes.scoring.dtype is torch.bfloat16)
         metrics["train/is_cuda"] = float(self._model.device.type == "cuda")
         metrics["train/lr"] = self._updates.optimizer.lr
         metrics["controller/lr_scale"] = decision.lr_scale
@@ -414,6 +425,7 @@ class Trainer:
             "controller": self._controller.state_dict()
             | {"most_ahead": self._controller.most_ahead},
             "generator": self._generator.get_state().tolist(),
+            "loss_scale": self._updates.loss_scale.state_dict(),
             "num_bad_steps_in_a_row": self._updates.num_bad_steps_in_a_row,
             "num_batches": self.num_batches,
             "num_updates": self._updates.num_updates,
@@ -448,6 +460,7 @@ class Trainer:
         self._generator.set_state(torch.tensor(values["generator"], dtype=torch.uint8))
         self._updates.num_bad_steps_in_a_row = values["num_bad_steps_in_a_row"]
         self._updates.num_updates = values["num_updates"]
+        self._updates.loss_scale.load_state_dict(values.get("loss_scale", {}))
         self._updates.take_weights(values.get("rounded_at", 0))
         # 0: the checkpoint is older than this counter.
         self.num_batches = values.get("num_batches", 0)

@@ -71,7 +71,7 @@ class Piece(NamedTuple):
 
     weight: Tensor | Merged  # The weight, or this rank's shard of it.
     dtype: torch.dtype  # Dtype in which it is sent.
-    is_rounded: bool  # True: its numbers are rounded to bf16 first.
+    is_rounded: bool  # True: its numbers are first rounded to those of the learner's pass.
     rank: int
     first: int  # Index of the first number in the flat whole weight.
     count: int
@@ -103,6 +103,7 @@ class LiveWeights:
         *,
         exact: Collection[str] = (),
         rounded: Collection[str] = (),
+        pass_dtype: torch.dtype = torch.float32,
         gathering: Gathering | None = None,
     ) -> None:
         """Wrap tensors: DTensors on a mesh [shard] or [copy, shard], plain ones, or ranges of both.
@@ -110,7 +111,9 @@ class LiveWeights:
         Args:
             dtype: dtype in which floating-point tensors are sent; None: each in its own.
             exact: names of the tensors that are sent in their own dtype in any case.
-            rounded: names of the tensors whose numbers are rounded to bf16 before any other cast.
+            rounded: names of the tensors whose numbers are rounded to `pass_dtype` before any other
+                cast.
+            pass_dtype: dtype of the learner's forward pass.
         """
         named = list(named)
         layout = [
@@ -122,6 +125,7 @@ class LiveWeights:
         self._dtypes = [tensor.dtype for _, tensor in layout]
         self._runs = [_runs_of(tensor) for _, tensor in named]
         self._is_rounded = [name in rounded for name, _ in named]
+        self._pass_dtype = pass_dtype
         self._offsets = [spec.offset_bytes for spec in self.specs]
         self._gathering = gathering
         self._stage: Tensor | None = None  # [num_bytes] uint8 on the weights' device.
@@ -264,7 +268,7 @@ class LiveWeights:
     def _local(self, piece: Piece) -> Tensor:
         """Return the numbers [count] of a piece that this rank holds, as they are sent."""
         numbers = self._masters(piece)
-        return numbers.to(torch.bfloat16) if piece.is_rounded else numbers
+        return numbers.to(self._pass_dtype) if piece.is_rounded else numbers
 
     def _masters(self, piece: Piece) -> Tensor:
         """Return the numbers [count] of a piece as this rank holds them."""
@@ -448,13 +452,13 @@ def policy_weights(
     model: PreTrainedModel,
     dtype: torch.dtype,
     *,
-    is_bf16: bool = False,
+    pass_dtype: torch.dtype = torch.float32,
     gathering: Gathering | None = None,
 ) -> LiveWeights:
     """Return a policy's tensors as engines of this dtype receive them.
 
     Args:
-        is_bf16: the learner's forward pass computes in bf16.
+        pass_dtype: dtype of the learner's forward pass.
 
     Raises: ConfigError: as `published_tensors`.
     """
@@ -463,9 +467,11 @@ def policy_weights(
     is_whole = not has_adapters(model) or adapts_experts(model)
     exact = exact_names(model, shapes) if is_whole else set[str]()  # Adapters have one dtype.
     rounded: set[str] = set()
-    if is_bf16:
+    if pass_dtype is not torch.float32:
         rounded = rounded_names(model, shapes) if is_whole else set(shapes)
-    return LiveWeights(named, dtype, exact=exact, rounded=rounded, gathering=gathering)
+    return LiveWeights(
+        named, dtype, exact=exact, rounded=rounded, pass_dtype=pass_dtype, gathering=gathering
+    )
 
 
 class KeptVersion(NamedTuple):

@@ -54,7 +54,7 @@ def logprobs_of(policy: Path, rows: Sequence[Row]) -> torch.Tensor:
     model = load_policy(str(policy), device="cpu")
     totals = []
     for row in rows:
-        how = Scoring(chunk_tokens=512, autocast=False)
+        how = Scoring(chunk_tokens=512, dtype=torch.float32)
         found = token_logprobs(model, token_batch([row], "cpu", is_packed=False), how)
         totals.append(found.sum())
     return torch.stack(totals)

@@ -56,7 +56,6 @@ NEUTRAL = (
 )
 PUBLISH_BUCKETS = 2  # The bucket that is sent and the next one.
 LEARNER_WORK_BYTES = 2 * GIB  # CUDA's context, NCCL's buffers, fragmentation.
-NAME_OF = {2: "bf16", 4: "fp32"}
 SAMPLING = "sampling"  # Phases of a GPU whose engine sleeps during the learner's step.
 TRAINING = "training"
 ASLEEP_BYTES = 3 * GIB // 2  # CUDA's context and graphs, which a sleeping engine keeps.
@@ -195,7 +194,7 @@ def learner_host_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> l
         learner,
         cfg.actor.max_model_len,
         is_cuda=is_cuda,
-        is_bf16=_is_bf16(learner, is_cuda=is_cuda),
+        is_16_bit=_is_16_bit(learner, is_cuda=is_cuda),
     )
     stored = choose_layers(learner, shape, row, num_layers=shape.layers)
     peak = activation_bytes(shape, row, stored, mlp_chunk_tokens=learner.mlp_chunk_tokens)
@@ -236,7 +235,7 @@ def _sharded_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> list[
     if learner.lora.rank:
         trained = lora_params(learner.lora, shape)
         parts = [
-            _frozen_part(cfg.model.base, shape, frozen),
+            _frozen_part(cfg, shape, frozen),
             _weights("adapters", trained, 4, f" (rank {learner.lora.rank}, fp32)"),
             _weights("gradients", trained, 4),
             adamw_part(learner.moments, trained),
@@ -253,7 +252,7 @@ def _sharded_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> list[
     path = cfg.algorithm.reference_path
     is_base = learner.lora.rank > 0 and path in ("", cfg.model.path)
     if cfg.algorithm.kl_coef > 0 and not is_base:
-        why = f" ({NAME_OF[frozen]}; algorithm.kl_coef > 0)"
+        why = f" ({_name_of(learner, frozen)}; algorithm.kl_coef > 0)"
         parts.append(_weights("reference", num, frozen, why))
         if frozen < 4 and learner.num_ranks == 1 and not is_offloaded(cfg, is_cuda):
             tables = shape.vocab * shape.hidden
@@ -281,11 +280,12 @@ def expert_params(shape: ModelShape) -> int:
     return min(num, shape.num_params - tables)  # The first layers of some networks have none.
 
 
-def _frozen_part(base: BaseFormat, shape: ModelShape, width: int) -> Part:
+def _frozen_part(cfg: RunConfig, shape: ModelShape, width: int) -> Part:
     """Return the memory of the weights beside adapters; `width` bytes for one that is plain."""
+    base = cfg.model.base
     num = shape.num_params
     if base is BaseFormat.FULL:
-        return _weights("frozen weights", num, width, f" ({NAME_OF[width]})")
+        return _weights("frozen weights", num, width, f" ({_name_of(cfg.learner, width)})")
     tables = min(num, (1 if shape.is_tied else 2) * shape.vocab * shape.hidden)
     rest = num - tables
     per_weight = base.weight_bytes
@@ -367,8 +367,8 @@ def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> li
     is that of a few families on a GPU.
     """
     learner = cfg.learner
-    is_bf16 = _is_bf16(learner, is_cuda=is_cuda)
-    row = row_of(learner, cfg.actor.max_model_len, is_cuda=is_cuda, is_bf16=is_bf16)
+    is_16_bit = _is_16_bit(learner, is_cuda=is_cuda)
+    row = row_of(learner, cfg.actor.max_model_len, is_cuda=is_cuda, is_16_bit=is_16_bit)
     tokens = row.tokens
     width = row.width
     stored = choose_layers(learner, shape, row, num_layers=shape.layers)
@@ -404,15 +404,18 @@ def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> li
             per_number = frozen_bytes(learner, is_cuda) if learner.lora.rank else 8 + width
             what = " (largest tensor to the GPU, or its gradient to the host)"
             parts.append(_weights("weights in transfer", max(tables, block), per_number, what))
-    elif is_bf16 and not (learner.lora.rank and is_cuda):
-        parts.append(_weights("bf16 copies of the weights", shape.num_params, 2))
+    elif is_16_bit and not (learner.lora.rank and is_cuda):
+        name = f"{_name_of(learner)} copies of the weights"
+        parts.append(_weights(name, shape.num_params, 2))
     return parts
 
 
 def _logits_part(cfg: RunConfig, shape: ModelShape, row: RowSizes, peak: ActivationBytes) -> Part:
     """Return the logits of a chunk, as far as they exceed the peak of the layers."""
     chunk_tokens = cfg.learner.logprob_chunk_tokens
-    width = row.width if cfg.model.dtype == "bfloat16" else 4  # The head has the engine's dtype.
+    is_fp16 = cfg.model.dtype == "float16" and cfg.learner.precision is Precision.FP16
+    # The head has the engine's dtype, but fp16 only in a pass in fp16.
+    width = row.width if cfg.model.dtype == "bfloat16" or is_fp16 else 4
     num_bytes = logit_bytes(row, peak, vocab=shape.vocab, chunk_tokens=chunk_tokens, width=width)
     size = f"({row.width} B + 4 B + 4 B)" if row.is_cuda else f"{width} B"
     unused = peak.num_bytes - peak.head_bytes
@@ -436,15 +439,22 @@ def _exchange_parts(
     parts = [Part("tokens of other ranks", num_bytes, formula)]
     if width == 2 and not learner.lora.rank:
         num = expert_params(shape) // learner.expert_ranks * layers // shape.layers
-        parts.append(_weights("experts in bf16", num, width, f" ({depth})"))
+        parts.append(_weights(f"experts in {_name_of(learner)}", num, width, f" ({depth})"))
     return parts
 
 
-def _is_bf16(learner: LearnerSection, *, is_cuda: bool) -> bool:
-    """Return whether the passes compute in bf16."""
+def _is_16_bit(learner: LearnerSection, *, is_cuda: bool) -> bool:
+    """Return whether the passes compute in bf16 or in fp16."""
     if learner.precision is Precision.AUTO:
         return is_cuda or has_bf16_units()
-    return learner.precision is Precision.BF16
+    return learner.precision is not Precision.FP32
+
+
+def _name_of(learner: LearnerSection, width: int = 2) -> str:
+    """Return the name of the numbers of `width` bytes that passes compute with."""
+    if width > 2:
+        return "fp32"
+    return "fp16" if learner.precision is Precision.FP16 else "bf16"
 
 
 def in_phases(parts: Sequence[Part], *, num_engines: int) -> list[Part]:

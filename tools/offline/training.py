@@ -25,7 +25,7 @@ from learner.policy.determinism import make_deterministic
 from learner.policy.finite import TrainingDiverged
 from learner.policy.forward import Networks, Passes
 from learner.policy.model import load_policy, pick_device
-from learner.policy.precision import frozen_dtype, settled_precision
+from learner.policy.precision import check_range, frozen_dtype, settled_precision
 from learner.trackers import open_trackers
 from learner.training.optimizer import Updates
 from learner.training.ranks import Ranks
@@ -92,6 +92,8 @@ def make_passes(model: PreTrainedModel, learner: LearnerSection) -> Passes:
         temperature=1.0,
         engine_dtype="bfloat16",
     )
+    if passes.scoring.dtype is torch.float16:
+        check_range([model], Ranks())
     passes.check_start(may_pad=learner.layout is Layout.AUTO)
     passes.warm_up()
     return passes
@@ -126,7 +128,7 @@ def train_epochs(
             row, or in all of an epoch. A single such step is skipped and changes nothing.
     """
     logger.info("%s", describe_rates(learner))
-    updates = Updates(model, learner, is_bf16=passes.scoring.autocast)
+    updates = Updates(model, learner, dtype=passes.scoring.dtype)
     ranks = Ranks()  # This process alone.
     epochs: list[dict[str, float]] = []
     step = 0
@@ -135,11 +137,13 @@ def train_epochs(
         sums: dict[str, float] = defaultdict(float)
         first_step = step
         num_updates_before = updates.num_updates
+        num_overflows = 0
         for parts in batches():
             num_examples = sum(map(len, parts))
             losses = (loss_of(part, num_examples) for part in parts)
             totals = ((loss, {**part_sums, _TOTAL: loss.detach()}) for loss, part_sums in losses)
-            batch_sums = add_gradients(totals, [_TOTAL, WEIGHT, *metrics], ranks)
+            names = [_TOTAL, WEIGHT, *metrics]
+            batch_sums = add_gradients(totals, names, ranks, scale=updates.loss_scale.value)
             updates.vanished.begin()
             update = updates.make(batch_sums.pop(_TOTAL), batch_sums, scale=lr_scale(step))
             updates.zero_grad()
@@ -152,9 +156,10 @@ def train_epochs(
                 )
                 log({**means, "epoch": float(epoch + 1), "lr_scale": lr_scale(step)})
             step += 1
+            num_overflows += update.is_overflow
             remedy = "No policy is written."
             updates.count_bad([update], unit="step", number=step, remedy=remedy)
-        if step > first_step and updates.num_updates == num_updates_before:
+        if step > first_step + num_overflows and updates.num_updates == num_updates_before:
             raise TrainingDiverged(f"No step of epoch {epoch + 1} had a finite loss and gradient.")
         epochs.append(_means(sums))
         shown = " ".join(f"{name}={value:.4f}" for name, value in epochs[-1].items())

@@ -59,10 +59,10 @@ def check_chunks(bench: DeviceBench) -> None:
     model = bench.model(num_hidden_layers=2)
     tokens = random_tokens(model, sizes.memory_sequences, sizes.memory_seq_tokens)
     num_tokens = tokens.target_ids.numel()
-    reference = score(model, tokens, num_tokens, autocast=True)
+    reference = score(model, tokens, num_tokens, dtype=torch.bfloat16)
     clock = clock_of(bench.device)
     for size in sizes.chunk_sizes:
-        run = partial(score, model, tokens, size, autocast=True)
+        run = partial(score, model, tokens, size, dtype=torch.bfloat16)
         difference = (run() - reference).abs().mean().item()
         started = clock()
         run()
@@ -73,9 +73,9 @@ def check_chunks(bench: DeviceBench) -> None:
         bench.suite.at_most(name, difference, "nats", MAX_CHUNK_DIFFERENCE, note)
 
 
-def score(model: PreTrainedModel, tokens: TokenBatch, size: int, *, autocast: bool) -> Tensor:
+def score(model: PreTrainedModel, tokens: TokenBatch, size: int, *, dtype: torch.dtype) -> Tensor:
     """Run a forward and backward pass in chunks; return the log-probabilities [tokens]."""
-    logprobs = token_logprobs(model, tokens, Scoring(chunk_tokens=size, autocast=autocast))
+    logprobs = token_logprobs(model, tokens, Scoring(chunk_tokens=size, dtype=dtype))
     (-logprobs.mean()).backward()
     model.zero_grad()
     return logprobs.detach()

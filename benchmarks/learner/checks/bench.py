@@ -76,6 +76,11 @@ class DeviceBench:
     def is_cuda(self) -> bool:
         return self.device.type == "cuda"
 
+    @property
+    def pass_dtype(self) -> torch.dtype:
+        """The usual dtype of passes on the device."""
+        return torch.bfloat16 if self.is_cuda else torch.float32
+
     def model(self, **changes: int) -> PreTrainedModel:
         """Return a random model of the usual size."""
         return make_random_model({**self.sizes.model, **changes}, device=self.device, is_tied=True)

@@ -305,7 +305,7 @@ def _planned_row(model: PreTrainedModel, cfg: LearnerSection, *, is_cuda: bool) 
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
         shape = read_shape(Path(folder))
-    row = row_of(cfg, 0, is_cuda=is_cuda, is_bf16=True)
+    row = row_of(cfg, 0, is_cuda=is_cuda, is_16_bit=True)
     stored = choose_layers(cfg, shape, row, num_layers=shape.layers)
     peak = activation_bytes(shape, row, stored, mlp_chunk_tokens=cfg.mlp_chunk_tokens)
     chunk_tokens = cfg.logprob_chunk_tokens

@@ -124,10 +124,11 @@ def _outermost(network: nn.Module) -> Iterator[PreTrainedModel]:
 
 def _measured_problem(model: PreTrainedModel, way: Separation) -> str:
     """Return the scores that differ between packed and padded sequences; "" if all agree."""
-    is_bf16 = any(each.dtype != torch.float32 for each in model.parameters())
+    narrow = (each.dtype for each in model.parameters() if each.dtype != torch.float32)
+    dtype = next(narrow, torch.float32)
     vocab_size = vocabulary_size(model)
-    probe = make_probe(model, model.device, vocab_size=vocab_size, is_packed=True, is_bf16=is_bf16)
-    scoring = Scoring(chunk_tokens=sum(map(len, probe.sequences)), autocast=is_bf16)
+    probe = make_probe(model, model.device, vocab_size=vocab_size, is_packed=True, dtype=dtype)
+    scoring = Scoring(chunk_tokens=sum(map(len, probe.sequences)), dtype=dtype)
 
     def padded(tokens: TokenBatch) -> Tensor:
         with own_attention(model):
@@ -158,7 +159,7 @@ def _measured_problem(model: PreTrainedModel, way: Separation) -> str:
 def _scores(model: PreTrainedModel, tokens: TokenBatch, scoring: Scoring) -> Tensor:
     """Return log-probabilities, or the states that predict tokens if there is no head."""
     if model.get_output_embeddings() is None:
-        states = flat_hidden(model, tokens, autocast=scoring.autocast)[tokens.source_rows]
+        states = flat_hidden(model, tokens, dtype=scoring.dtype)[tokens.source_rows]
         scored = tokens.per_token(states)
         assert scored is not None
         return scored

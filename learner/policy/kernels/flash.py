@@ -52,7 +52,7 @@ def _device_problem(device: torch.device) -> str:
 def _format_problem(dtype: torch.dtype, size: int) -> str:
     """Return why flash attention does not support a dtype or a head's size; "" if it does."""
     if dtype not in DTYPES:
-        return f"attention computes in {dtype}, not in bf16 (learner.precision=bf16)"
+        return f"attention computes in {dtype}, not in 16 bits (learner.precision=bf16)"
     if size > MAX_HEAD_SIZE:
         return f"a head has {size} numbers, more than {MAX_HEAD_SIZE}"
     return ""

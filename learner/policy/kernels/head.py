@@ -121,21 +121,23 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
     return copy if temperature == 1.0 else copy.div_(temperature)
 
 
-def logits_function(model: PreTrainedModel, dtype: torch.dtype, *, is_rounded: bool) -> Logits:
+def logits_function(
+    model: PreTrainedModel, dtype: torch.dtype, *, pass_dtype: torch.dtype
+) -> Logits:
     """Return the function from states to logits, which computes in `dtype`.
 
     Cast weights are kept by the function, so that chunks do not cast them again.
 
     Args:
-        is_rounded: round the weights to bf16 in any case, as the rest of a pass in bf16.
+        pass_dtype: dtype of the rest of the pass, to whose numbers the weights are rounded first.
     """
     if getattr(model, _OWN, False):
         # `TokenScores` writes to its logits; the network's last operation may have stored them.
-        return lambda rows: own_logits(model, rows, dtype, is_rounded=is_rounded).clone()
+        return lambda rows: own_logits(model, rows, dtype, pass_dtype=pass_dtype).clone()
     head: Any = model.get_output_embeddings()
-    cast = on_grid if is_rounded else lambda value: value
-    weight = cast(head.weight).to(dtype)  # [vocab, hidden]
-    bias = None if getattr(head, "bias", None) is None else cast(head.bias).to(dtype)
+    weight = on_grid(head.weight, pass_dtype).to(dtype)  # [vocab, hidden]
+    has_bias = getattr(head, "bias", None) is not None
+    bias = on_grid(head.bias, pass_dtype).to(dtype) if has_bias else None
     return lambda rows: F.linear(rows.to(dtype), weight, bias)
 
 
@@ -155,17 +157,22 @@ def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def own_logits(
-    model: PreTrainedModel, rows: Tensor, dtype: torch.dtype, *, is_rounded: bool = False
+    model: PreTrainedModel,
+    rows: Tensor,
+    dtype: torch.dtype,
+    *,
+    pass_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Return the logits [tokens, vocab] of a network whose trunk has returned `rows`."""
     head: Any = model.get_output_embeddings()
-    is_bf16 = dtype is torch.bfloat16
-    states = rows.to(dtype if is_bf16 else head.weight.dtype)[None]
+    is_cast = dtype is not torch.float32
+    is_rounded = pass_dtype is not torch.float32
+    states = rows.to(dtype if is_cast else head.weight.dtype)[None]
     ids = torch.zeros(states.shape[:2], dtype=torch.int64, device=states.device)
     with (
         _returning(trunk_of(model), states) as calls,
-        torch.autocast(states.device.type, dtype=torch.bfloat16, enabled=is_bf16),
-        RoundedFactors() if is_rounded else nullcontext(),
+        torch.autocast(states.device.type, dtype=dtype, enabled=is_cast),
+        RoundedFactors(pass_dtype) if is_rounded else nullcontext(),
     ):
         logits = model(input_ids=ids, use_cache=False).logits[0]
     if not calls:
@@ -225,7 +232,7 @@ def own_logits_gap(model: PreTrainedModel) -> Tensor:
     It is 0 if the network does not call its trunk as a whole.
     """
     head: Any = model.get_output_embeddings()
-    is_bf16 = any(each.dtype != torch.float32 for each in model.parameters())
+    is_16_bit = any(each.dtype != torch.float32 for each in model.parameters())
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(PROBE_TOKENS, head.weight.shape[1], generator=generator)
     rows = torch.cat([scale * drawn for scale in SCALES]).to(head.weight.device)
@@ -235,7 +242,7 @@ def own_logits_gap(model: PreTrainedModel) -> Tensor:
         return torch.zeros(1)
     alone = head(rows.to(head.weight.dtype)).float()
     largest = torch.maximum(by_network.abs(), alone.abs()).amax(-1, keepdim=True)
-    limit = BF16_ROUNDING if is_bf16 else FP32_ROUNDING
+    limit = BF16_ROUNDING if is_16_bit else FP32_ROUNDING
     return ((by_network - alone).abs() / (limit * largest).clamp_min(1e-30)).amax().reshape(1)
 
 

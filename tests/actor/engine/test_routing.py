@@ -102,4 +102,4 @@ def test_replay_brings_the_trainer_closer_to_the_engine(rig: Rig) -> None:
 
 def _exact(rig: Rig) -> Any:
     scoring = rig.trainer._gradients.passes.scoring
-    return replace(scoring, autocast=False, head_dtype=torch.float32)
+    return replace(scoring, dtype=torch.float32, head_dtype=torch.float32)

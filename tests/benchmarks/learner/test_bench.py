@@ -110,8 +110,8 @@ def test_whole_and_chunked_scores_are_the_same() -> None:
     sequences = [np.array([1, 2, 3, 4]), np.array([5, 6, 7])]
     masks = [np.arange(len(each)) > 0 for each in sequences]
     tokens = collate_tokens(sequences, masks, device=CPU)
-    whole = whole_logprobs(model, tokens, autocast=False)
-    chunked = token_logprobs(model, tokens, Scoring(chunk_tokens=2, autocast=False))
+    whole = whole_logprobs(model, tokens, dtype=torch.float32)
+    chunked = token_logprobs(model, tokens, Scoring(chunk_tokens=2, dtype=torch.float32))
     assert whole.tolist() == pytest.approx(chunked.tolist(), abs=1e-5)
 
 
@@ -176,7 +176,7 @@ def test_smaller_chunks_need_less_memory() -> None:
     layers = {"num_hidden_layers": 1, "num_attention_heads": 1}
     model = make_random_model({**SMALL.model, **small, **layers}, device=CPU)
     tokens = random_tokens(model, 4, 40)
-    few, many = (partial(score, model, tokens, size, autocast=False) for size in (8, 1_000))
+    few, many = (partial(score, model, tokens, size, dtype=torch.float32) for size in (8, 1_000))
     assert (few() - many()).abs().mean() < 1e-5
     assert peak_bytes(few, CPU) < peak_bytes(many, CPU) / 4
 

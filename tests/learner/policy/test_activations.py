@@ -208,20 +208,20 @@ def test_copies_return_in_reverse_order_one_ahead() -> None:
 
 def test_layer_stores_the_tensors_of_its_operations() -> None:
     cfg = LearnerSection(max_tokens_per_microbatch=8192)
-    without, whole = layer_bytes(SHAPE, row_of(cfg, 0, is_cuda=False, is_bf16=False))
+    without, whole = layer_bytes(SHAPE, row_of(cfg, 0, is_cuda=False, is_16_bit=False))
     # Two norms: inputs and normalised rows. Their result is the input of the products.
     rows = (4 + 1) * 1024
     attention = 3 * 8 * 128 + 2 * 4 * 128  # Queries, result, its copy; keys, values.
     assert without == 4 * (rows + attention + 8)  # And a sum of each head.
     assert whole - without == 4 * (1024 + 4 * 4096)  # Gate, its activation, up, product.
-    half, _ = layer_bytes(SHAPE, row_of(cfg, 0, is_cuda=False, is_bf16=True))
+    half, _ = layer_bytes(SHAPE, row_of(cfg, 0, is_cuda=False, is_16_bit=True))
     # Norms stay in fp32; queries, keys and values have a copy of their input each.
     assert half == 4 * 4 * 1024 + 2 * (3 * 1024 + attention) + 4 * 8
 
 
 def test_last_layers_store_theirs_within_the_budget() -> None:
     cfg = LearnerSection(activations=Activations.RECOMPUTE, max_tokens_per_microbatch=8192)
-    row = row_of(cfg, 0, is_cuda=False, is_bf16=False)
+    row = row_of(cfg, 0, is_cuda=False, is_16_bit=False)
     shape = replace(SHAPE, layers=10)
     needs = [
         activation_bytes(shape, row, StoredLayers(n, False), mlp_chunk_tokens=2048).num_bytes
@@ -241,7 +241,7 @@ def test_last_layers_store_theirs_within_the_budget() -> None:
 
 def test_offloaded_inputs_move_from_the_device_to_the_host() -> None:
     cfg = LearnerSection(max_tokens_per_microbatch=32_768)
-    row = row_of(cfg, 0, is_cuda=True, is_bf16=True)
+    row = row_of(cfg, 0, is_cuda=True, is_16_bit=True)
     shape = replace(SHAPE, layers=40)
     here, away = (
         activation_bytes(shape, row, StoredLayers(0, is_away), mlp_chunk_tokens=4096)

@@ -24,7 +24,7 @@ KERNELS = {"fused": under_test._fused, "products": under_test._products}
 # Torch's fused kernel keeps sums of exponentials in fp32 for its backward pass.
 TOLERANCE = {"fused": 1e-5, "products": 1e-10}
 HEADS, KV_HEADS, SIZE = 4, 2, 8
-EXACT = Scoring(chunk_tokens=512, autocast=False)
+EXACT = Scoring(chunk_tokens=512, dtype=torch.float32)
 
 
 def packing_of(lengths: tuple[int, ...]) -> Packing:
@@ -178,16 +178,16 @@ def test_kernels_round_no_more_than_the_models_attention(name: str) -> None:
     sequences = [np.arange(n) * 7 % VOCAB for n in (40, 3, 25)]
     masks = [np.arange(len(sequence)) > 0 for sequence in sequences]
     hidden: dict[str, Tensor] = {}
-    for kind, autocast, is_packed in (
-        ("exact", False, False),
-        ("own", True, False),
-        (name, True, True),
+    for kind, dtype, is_packed in (
+        ("exact", torch.float32, False),
+        ("own", torch.bfloat16, False),
+        (name, torch.bfloat16, True),
     ):
         layout = Layout.PACKED if is_packed else Layout.PADDED
         use_attention([model], "cpu", layout, Attention(name if is_packed else "products"))
         tokens = collate_tokens(sequences, masks, device="cpu", is_packed=is_packed)
         with torch.no_grad():
-            rows = flat_hidden(model.base_model, tokens, autocast=autocast)
+            rows = flat_hidden(model.base_model, tokens, dtype=dtype)
             hidden[kind] = rows[tokens.source_rows].float()
     own, ours = ((hidden[kind] - hidden["exact"]).norm() for kind in ("own", name))
     assert 0 < ours < 1.3 * own
@@ -221,7 +221,7 @@ def test_no_sequence_sees_another_in_its_row() -> None:
 
     def states(neighbour: np.ndarray) -> Tensor:
         tokens = collate_tokens([neighbour, second], masks, device="cpu", is_packed=True)
-        return flat_hidden(model.base_model, tokens, autocast=False)[20:]
+        return flat_hidden(model.base_model, tokens, dtype=torch.float32)[20:]
 
     assert states(first).equal(states(other))
 
@@ -417,7 +417,7 @@ def test_learnt_positions_restart_in_each_sequence() -> None:
         layout = Layout.PACKED if is_packed else Layout.PADDED
         use_attention([model], "cpu", layout, Attention.PRODUCTS)
         tokens = collate_tokens(sequences, masks, device="cpu", is_packed=is_packed)
-        found.append(flat_hidden(model.base_model, tokens, autocast=False)[tokens.source_rows])
+        found.append(flat_hidden(model.base_model, tokens, dtype=torch.float32)[tokens.source_rows])
     torch.testing.assert_close(found[1], found[0], atol=1e-6, rtol=1e-6)
 
 

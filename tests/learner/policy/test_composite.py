@@ -174,7 +174,9 @@ def test_start_check_draws_no_token_of_an_image(tmp_path: Path) -> None:
     policy = make_bare(str(save_composite("gemma4", tmp_path / "start")))
     others = {policy.config.image_token_id, policy.config.audio_token_id}
     assert others <= set(range(320))
-    probe = make_probe(policy, torch.device("cpu"), vocab_size=320, is_packed=False, is_bf16=False)
+    probe = make_probe(
+        policy, torch.device("cpu"), vocab_size=320, is_packed=False, dtype=torch.float32
+    )
     assert not others & {int(each) for ids in probe.sequences for each in ids}
 
 

@@ -251,7 +251,7 @@ def exchanged(size: int) -> tuple[Tensor, Tensor, tuple[int, int]]:
     module = make_experts("qwen3_moe").model.layers[0].mlp.experts
     mesh = expert_mesh(size, size, "cpu")
     assert mesh is not None
-    ranks = ExpertRanks(mesh, is_bf16=False)
+    ranks = ExpertRanks(mesh, dtype=torch.float32)
     ranks.divide(torch.nn.ModuleList([module]), ())
     states = torch.randn(len(CHOICES), 64, generator=torch.Generator().manual_seed(dist.get_rank()))
     with torch.no_grad():

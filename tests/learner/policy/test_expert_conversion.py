@@ -45,7 +45,7 @@ def test_rank_of_three_reads_its_experts_only(tmp_path: Path, kind: str) -> None
     expected = dict(load_policy(str(tmp_path), **HOW).named_parameters())
     with rank_of(3) as mesh:
         part = load_policy(str(tmp_path), **HOW, is_skeleton=True)
-        shard(part, mesh, is_bf16=False)
+        shard(part, mesh, dtype=torch.float32)
         fill(part, str(tmp_path))
         for name, found in part.named_parameters():
             assert isinstance(found, DTensor)

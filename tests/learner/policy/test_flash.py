@@ -19,7 +19,7 @@ from tests.learner.builders import VOCAB, make_model, make_model_with_adapters
 from tests.learner.policy.test_selfcheck import FAMILIES, HEAD, PADDED, SCALED, SMALL
 from tests.learner.policy.varlen_kernel import VarlenKernel, use_kernel
 
-BF16 = Scoring(chunk_tokens=64, autocast=True)
+BF16 = Scoring(chunk_tokens=64, dtype=torch.bfloat16)
 WINDOW = 8
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 # Families with windows or caps, in a form that can be packed.
@@ -286,7 +286,7 @@ def test_fallback_is_logged_once_with_its_reason(
     monkeypatch.setattr(attention, "_warned", set())
     use_attention([model], "cpu", Layout.PACKED, Attention.FUSED)
     for _ in range(2):
-        token_logprobs(model, rows(9, 30), Scoring(chunk_tokens=64, autocast=False))
+        token_logprobs(model, rows(9, 30), Scoring(chunk_tokens=64, dtype=torch.float32))
     assert not kernel.dtypes
     (line,) = [each for each in caplog.messages if "one by one" in each]
     assert "Qwen3Attention" in line

@@ -141,7 +141,7 @@ def test_tied_weights_with_two_values_are_refused(tmp_path: Path, is_sharded: bo
         model = load_policy(str(tmp_path), **how, is_skeleton=is_sharded)
         if is_sharded:
             with rank_of(2) as mesh:
-                shard(model, mesh, is_bf16=False)
+                shard(model, mesh, dtype=torch.float32)
                 fill(model, str(tmp_path))
         return model
 
@@ -190,7 +190,7 @@ def test_loading_takes_the_memory_of_a_part(tmp_path: Path) -> None:
 
     def load_part(path: Path) -> object:
         network = load_policy(str(path), **how, is_skeleton=True)
-        shard(network, mesh, is_bf16=False)
+        shard(network, mesh, dtype=torch.float32)
         fill(network, str(path))
         return network
 

@@ -27,7 +27,7 @@ from learner.policy.selfcheck import check_scores, make_probe, plain_logprobs
 from tests.learner.builders import make_mixing_model, recompute
 from tests.marks import long_for
 
-EXACT = Scoring(chunk_tokens=64, autocast=False)
+EXACT = Scoring(chunk_tokens=64, dtype=torch.float32)
 LENGTHS = (20, 72, 41, 53)
 PREFIX = 24
 SHARED = (0, 0, 20, PREFIX)  # The last is a branch of a branch.
@@ -55,9 +55,9 @@ def network_of(family: str) -> Any:
 
 def check_packed(model: Any) -> None:
     """Compare the scores of a network whose attention is packed with those of its own pass."""
-    probe = make_probe(model, model.device, vocab_size=VOCAB, is_packed=True, is_bf16=False)
+    probe = make_probe(model, model.device, vocab_size=VOCAB, is_packed=True, dtype=torch.float32)
     score = partial(token_logprobs, model, scoring=EXACT)
-    check_scores(probe, score, partial(plain_logprobs, model, autocast=False))
+    check_scores(probe, score, partial(plain_logprobs, model, dtype=torch.float32))
 
 
 def sequences_of(lengths: tuple[int, ...] = LENGTHS) -> list[np.ndarray]:
@@ -114,7 +114,7 @@ def test_state_of_one_sequence_never_reaches_the_next(family: str) -> None:
         results = []
         for neighbour in (first, draw.integers(3, VOCAB, len(first))):
             block = block_of([neighbour, second, *rest], is_packed=True)
-            states = flat_hidden(trunk_of(model), block, autocast=False)
+            states = flat_hidden(trunk_of(model), block, dtype=torch.float32)
             own = states[len(first) : len(first) + len(second)]
             if name == "gradient":
                 own.sum().backward()
@@ -130,9 +130,9 @@ def test_recurrent_layers_of_dense_networks_are_bit_equal_beside_other_sequences
     use_attention([model], "cpu", Layout.PACKED, Attention.PRODUCTS)
     first, second, *_ = sequences_of((30, 30, 41, 53))
     found = [
-        flat_hidden(trunk_of(model), block_of([neighbour, second], is_packed=True), autocast=False)[
-            len(first) :
-        ]
+        flat_hidden(
+            trunk_of(model), block_of([neighbour, second], is_packed=True), dtype=torch.float32
+        )[len(first) :]
         for neighbour in (first, first[::-1].copy())
     ]
     assert found[0].equal(found[1])

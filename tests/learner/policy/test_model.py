@@ -34,8 +34,8 @@ def batch_of(indices: list[int]) -> TokenBatch:
 
 
 def scored(model, tokens: TokenBatch, *, chunk_tokens: int = 4, temperature: float = 1.0):
-    how = Scoring(chunk_tokens=chunk_tokens, autocast=False, temperature=temperature)
-    rows = flat_hidden(model.base_model, tokens, autocast=False)[tokens.source_rows]
+    how = Scoring(chunk_tokens=chunk_tokens, dtype=torch.float32, temperature=temperature)
+    rows = flat_hidden(model.base_model, tokens, dtype=torch.float32)[tokens.source_rows]
     return hidden_logprobs(model, rows, tokens.target_ids, how, with_entropy=True)[:2]
 
 
@@ -105,7 +105,7 @@ def test_autocast_stays_close_to_full_precision() -> None:
     tokens = batch_of([0, 1, 2, 3])
     with torch.no_grad():
         full, _ = scored(model, tokens)
-        mixed = token_logprobs(model, tokens, Scoring(chunk_tokens=8, autocast=True))
+        mixed = token_logprobs(model, tokens, Scoring(chunk_tokens=8, dtype=torch.bfloat16))
     assert mixed.dtype == torch.float32
     assert 0 < (mixed - full).abs().mean() < 0.02
 

@@ -62,7 +62,7 @@ def scored(model: PreTrainedModel, lengths: list[int], layout: Layout) -> Tensor
     masks = [np.arange(n) > 0 for n in lengths]
     tokens = collate_tokens(sequences, masks, device="cpu", is_packed=is_packed)
     with torch.no_grad():
-        logprobs = token_logprobs(model, tokens, Scoring(chunk_tokens=256, autocast=False))
+        logprobs = token_logprobs(model, tokens, Scoring(chunk_tokens=256, dtype=torch.float32))
     return logprobs[: lengths[0] - 1]
 
 

@@ -51,7 +51,7 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-EXACT = Scoring(chunk_tokens=16, autocast=False)
+EXACT = Scoring(chunk_tokens=16, dtype=torch.float32)
 
 
 def save(config: PretrainedConfig, folder: Path) -> str:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from common.config.learner import Attention, Layout, LearnerSection, Precision
 from learner.policy import timing
-from learner.policy.precision import precision_by_rule, uses_bf16
+from learner.policy.precision import pass_dtype, precision_by_rule
 from learner.policy.precision_choice import recorded_precision
 from learner.policy.timing import (
     ComputeConfig,
@@ -26,7 +26,7 @@ from learner.policy.timing import (
 )
 from tests.learner.builders import make_model
 
-BF16, FP32 = Precision.BF16, Precision.FP32
+BF16, FP16, FP32 = Precision.BF16, Precision.FP16, Precision.FP32
 PLAIN = ComputeConfig(FP32, Layout.PADDED, Attention.PRODUCTS)
 PACKED = ComputeConfig(FP32, Layout.PACKED, Attention.PRODUCTS)
 FUSED = ComputeConfig(FP32, Layout.PACKED, Attention.FUSED)
@@ -219,6 +219,8 @@ def test_all_ranks_use_one_configuration() -> None:
 
 def test_unsettled_precision_follows_the_rule() -> None:
     cpu = torch.device("cpu")
-    assert uses_bf16(LearnerSection(precision=BF16), cpu)
-    assert not uses_bf16(LearnerSection(precision=FP32), cpu)
-    assert uses_bf16(LearnerSection(), cpu) is (precision_by_rule("cpu") is BF16)
+    assert pass_dtype(LearnerSection(precision=BF16), cpu) is torch.bfloat16
+    assert pass_dtype(LearnerSection(precision=FP16), cpu) is torch.float16
+    assert pass_dtype(LearnerSection(precision=FP32), cpu) is torch.float32
+    by_rule = precision_by_rule("cpu") is BF16
+    assert (pass_dtype(LearnerSection(), cpu) is torch.bfloat16) is by_rule

@@ -219,7 +219,7 @@ def test_several_ranks_read_the_moments_of_one(size: int, tmp_path: Path) -> Non
     StateWriter(Ranks()).start(written, tmp_path / "state").result(60)
     other = wide_model(seed=2, width=256)
     with rank_of(size) as mesh:
-        shard(other, mesh, is_bf16=False)
+        shard(other, mesh, dtype=torch.float32)
         assert sum(map(has_whole_blocks, other.parameters())) >= 14
         cfg = LearnerSection(lr=1e-2, moments=Moments.INT8)
         optimizers = make_optimizer(other, cfg).optimizers

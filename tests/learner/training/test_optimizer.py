@@ -152,7 +152,7 @@ def test_shards_are_updated_without_lerp_on_lists(monkeypatch: pytest.MonkeyPatc
     model: Any = make_model()
     cfg = LearnerSection(optimizer=OptimizerKind.MUON)
     with rank_of(2) as mesh:
-        shard(model, mesh, is_bf16=False)
+        shard(model, mesh, dtype=torch.float32)
         muon = make_optimizer(model, cfg).optimizers[1]
         matrix = muon.param_groups[0]["params"][0]
         before = matrix.to_local().clone()
@@ -242,7 +242,7 @@ def test_muon_updates_sharded_experts_as_whole_ones(size: int) -> None:
         model = moe_model()
         with rank_of(size) as mesh:
             if is_sharded:
-                shard(model, mesh, is_bf16=False)
+                shard(model, mesh, dtype=torch.float32)
             stack = cast(Any, model.model.layers[0]).mlp.experts.down_proj
             stack.grad = _as(stack, gradient)
             make_optimizer(model, cfg).step()

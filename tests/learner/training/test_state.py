@@ -68,7 +68,7 @@ def test_several_ranks_read_the_state_of_one(tmp_path: Path, size: int) -> None:
     others, made = make_parts(tmp_path, seed=2)
     with rank_of(size) as mesh:
         for module in others.values():
-            shard(module, mesh, is_bf16=False)
+            shard(module, mesh, dtype=torch.float32)
         optimizers = optimizers_of(made)
         rates = [group["lr"] for each in optimizers for group in each.param_groups]
         restore(tmp_path / "state", others, optimizers)

@@ -31,7 +31,7 @@ def network(weight: torch.Tensor, *, num_norms: int = 0) -> nn.Module:
 
 
 def moved(model: nn.Module, *changes: torch.Tensor | float) -> float:
-    meter = VanishedUpdates(model, is_bf16=True)
+    meter = VanishedUpdates(model, dtype=torch.bfloat16)
     meter.begin()
     with torch.no_grad():
         for each, change in zip(model.parameters(), changes, strict=True):
@@ -57,7 +57,7 @@ def test_large_weights_are_sampled_in_proportion() -> None:
     torch.manual_seed(0)
     model = network(torch.ones(1000, 700), num_norms=70_000)
     change = torch.where(torch.rand(1000, 700) < 0.25, 1e-5, UNIT)
-    meter = VanishedUpdates(model, is_bf16=True)
+    meter = VanishedUpdates(model, dtype=torch.bfloat16)
     meter.begin()
     assert meter._before is not None
     assert len(meter._before) < 3 * NUM_COMPARED
@@ -133,7 +133,7 @@ def test_share_compares_the_copies_that_the_pass_uses() -> None:
     model = network(torch.ones(200, 200))
     copies = RoundedWeights(model)
     copies.take(0)
-    meter = VanishedUpdates(model, is_bf16=True, copies=copies)
+    meter = VanishedUpdates(model, dtype=torch.bfloat16, copies=copies)
     meter.begin()
     weight = next(model.parameters())
     with torch.no_grad():

@@ -54,7 +54,10 @@ ARITHMETICS = {
     "fp32": (Precision.FP32, Rounding.NEAREST),
     "bf16": (Precision.BF16, Rounding.NEAREST),
     "bf16 stochastic": (Precision.BF16, Rounding.STOCHASTIC),
+    "fp16": (Precision.FP16, Rounding.NEAREST),
 }
+
+ENGINE_DTYPES = {Precision.FP32: "float32", Precision.BF16: "bfloat16", Precision.FP16: "float16"}
 
 pytestmark = pytest.mark.parametrize("arithmetic", list(ARITHMETICS))
 of_learners = pytest.mark.parametrize("kind", long_for(LEARNERS, WITH_PROCESSES))
@@ -70,7 +73,7 @@ def make_cfg(folder: Path, kind: str, arithmetic: str, *, dtype: str = "float32"
     model.save_pretrained(folder)
     TOKENIZER.save_pretrained(folder)
     if "lora" in LEARNERS[kind]:
-        dtype = "float32" if precision is Precision.FP32 else "bfloat16"
+        dtype = ENGINE_DTYPES[precision]
     settings: dict[str, Any] = {
         "device": "cpu",
         "precision": precision,

@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Mamba2Config, Mamba2ForCau
 from benchmarks.conformance.networks import save_network
 from common.config.learner import LoraSection, Precision
 from learner.policy.model import load_policy
+from learner.policy.precision import DTYPES
 from learner.training.trainer import Trainer
 from learner.weights.source import PublishedWeights, VersionKeeper
 from tests.learner.builders import (
@@ -24,19 +25,20 @@ from tests.learner.builders import (
 from tests.learner.experts import make_experts, save_experts
 
 IDS = [[5, 9, 17, 30, 41, 8, 7, 12, 6, 33, 25, 19], [3, 44, 2, 11, 29, 13, 40]]
-BELOW_HALF = 0x7000  # In units of the last place of fp32: 7/16 of a unit of bf16.
+# In units of the last place of fp32: 7/16 of a unit of the pass.
+BELOW_HALF = {Precision.BF16: 0x7000, Precision.FP16: 0xE00}
 
 
 @torch.no_grad()
-def lay_on_grid(model: Any) -> Any:
-    """Round the weights to bf16 numbers, as a checkpoint in bf16 has them."""
+def lay_on_grid(model: Any, precision: Precision = Precision.BF16) -> Any:
+    """Round the weights to numbers of 16 bits, as a checkpoint in 16 bits has them."""
     for parameter in model.parameters():
-        parameter.copy_(parameter.bfloat16().float())
+        parameter.copy_(parameter.to(DTYPES[precision]).float())
     return model
 
 
-def is_on_grid(each: Tensor) -> bool:
-    return torch.equal(each, each.bfloat16().to(each.dtype))
+def is_on_grid(each: Tensor, precision: Precision) -> bool:
+    return torch.equal(each, each.to(DTYPES[precision]).to(each.dtype))
 
 
 def make(kind: str) -> Any:
@@ -61,17 +63,27 @@ def make(kind: str) -> Any:
     "kind",
     ["dense", "tied", "biases and positions", "recurrent", "qwen3_moe", "mixtral", "gpt_oss"],
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_change_that_a_bf16_pass_rounds_away_is_not_published(kind: str, dtype: str) -> None:
-    model = lay_on_grid(make(kind))
-    trainer = trainer_of(model, Precision.BF16, dtype=dtype)
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [
+        (Precision.BF16, "float32"),
+        (Precision.BF16, "bfloat16"),
+        (Precision.FP16, "float32"),
+        (Precision.FP16, "float16"),
+    ],
+)
+def test_change_that_a_pass_rounds_away_is_not_published(
+    kind: str, precision: Precision, dtype: str
+) -> None:
+    model = lay_on_grid(make(kind), precision)
+    trainer = trainer_of(model, precision, dtype=dtype)
     source = trainer.live_weights()
     before, scores = tensors_of(source), trainer.score(IDS)
     kinds = {"seen": 0, "hidden": 0}
     for name, weight in model.named_parameters():
         old = weight.detach().clone()
         with torch.no_grad():  # Away from zero, by less than half a unit.
-            bits = weight.view(torch.int32) + BELOW_HALF
+            bits = weight.view(torch.int32) + BELOW_HALF[precision]
             weight.copy_(torch.where(weight == 0, weight, bits.view(torch.float32)))
         after = tensors_of(source)
         is_sent = any(not torch.equal(each, before[key]) for key, each in after.items())
@@ -107,7 +119,7 @@ def test_small_tensors_are_published_as_the_pass_uses_them(tmp_path: Path, famil
             continue
         old = weight.detach().clone()
         with torch.no_grad():
-            bits = weight.view(torch.int32) + BELOW_HALF
+            bits = weight.view(torch.int32) + BELOW_HALF[Precision.BF16]
             weight.copy_(torch.where(weight == 0, weight, bits.view(torch.float32)))
         is_sent = any(
             not torch.equal(each, before[key]) for key, each in tensors_of(source).items()
@@ -130,9 +142,12 @@ def engine_scores(engine: Any, version: dict[str, Tensor]) -> Tensor:
     return torch.cat(scores)
 
 
-@pytest.mark.parametrize(("precision", "limit"), [(Precision.BF16, 0.02), (Precision.FP32, 1e-5)])
-def test_canary_of_a_bf16_checkpoint_stays_flat(precision: Precision, limit: float) -> None:
-    model, engine = lay_on_grid(make_model()), make_model().eval()
+@pytest.mark.parametrize(
+    ("precision", "limit"),
+    [(Precision.BF16, 0.02), (Precision.FP16, 0.005), (Precision.FP32, 1e-5)],
+)
+def test_canary_of_a_checkpoint_stays_flat(precision: Precision, limit: float) -> None:
+    model, engine = lay_on_grid(make_model(), precision), make_model().eval()
     trainer = trainer_of(model, precision)
     source = trainer.live_weights()
     deltas: list[float] = []
@@ -141,8 +156,10 @@ def test_canary_of_a_bf16_checkpoint_stays_flat(precision: Precision, limit: flo
         ours = torch.tensor([each for row in trainer.score(IDS) for each in row])
         version_now = tensors_of(source)
         deltas.append((engine_scores(engine, version_now) - ours).abs().mean().item())
-        if precision is Precision.BF16:
-            assert all(is_on_grid(each) for each in version_now.values() if each.ndim > 1)
+        if precision is not Precision.FP32:
+            assert all(
+                is_on_grid(each, precision) for each in version_now.values() if each.ndim > 1
+            )
         trainer.train_on(make_samples(seed=version), version=version)
     assert deltas[0] < limit
     assert max(deltas) < deltas[0] + limit / 20
@@ -157,7 +174,7 @@ def test_pass_in_fp32_publishes_the_masters() -> None:
         assert torch.equal(each, masters[name])
 
 
-@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP32])
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16, Precision.FP32])
 def test_adapters_are_published_as_the_pass_uses_them(precision: Precision) -> None:
     model = make_model_with_adapters()
     trainer = trainer_of(model, precision)
@@ -165,13 +182,13 @@ def test_adapters_are_published_as_the_pass_uses_them(precision: Precision) -> N
     masters = {name: each for name, each in model.named_parameters() if ".lora_" in name}
     assert len(adapters) == len(masters)
     for each, master in zip(adapters.values(), masters.values(), strict=True):
-        used = master.bfloat16().float() if precision is Precision.BF16 else master
+        used = master.to(DTYPES[precision]).float()
         assert torch.equal(each, used)
 
 
 @pytest.mark.parametrize("targets", [["experts"], ["q_proj", "o_proj", "experts"]])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
-@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP32])
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16, Precision.FP32])
 def test_engine_with_merged_weights_computes_the_same(
     tmp_path: Path, kind: str, precision: Precision, targets: list[str]
 ) -> None:
