@@ -45,7 +45,8 @@ CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Pairs with the chosen episode first", "share", ("dpo/accuracy",)),
     ("Clipped and masked tokens", "share", ("policy/clipped_frac", "policy/masked_frac")),
     ("Gradient norm", "", ("train/grad_norm",)),
-    ("Updates hidden by rounding to bf16", "share", ("train/vanished_update_frac",)),
+    ("Updates hidden by rounding to 16 bits", "share", ("train/vanished_update_frac",)),
+    ("Scale of the loss in fp16", "", ("train/loss_scale",)),
     ("Tokens per second", "tokens/s", ("actor/tokens_per_s", "train/tokens_per_s")),
     ("Seconds of a step", "s", ("wait/batch_s", "train/step_s", "publish/total_s")),
     (

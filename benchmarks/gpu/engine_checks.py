@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.learner.batch import make_random_model
 from benchmarks.learner.checks.bench import DeviceBench
+from benchmarks.learner.checks.training import MAX_FP16_CANARY
 from benchmarks.learner.checks.weights import TOKENIZER, run_engine
 from common.host.child_process import ChildProcess
 from common.repository import ROOT
@@ -22,14 +23,17 @@ SLEEP_CHILD = "benchmarks.actor.sleep"
 
 
 def check_graphs(bench: DeviceBench) -> None:
-    """Compare the sampling rate of an engine with CUDA graphs with that of one without."""
+    """Compare the sampling rate of an engine with CUDA graphs with that of one without.
+
+    Both engines and the trainer compute in fp16. The check `engine` has the canary in bf16.
+    """
     suite = bench.suite
     if not bench.is_cuda:
         suite.note("engine with CUDA graphs", "left out: a CPU has none")
         return
-    eager = run_engine(bench, bench.sizes.model, enforce_eager="true")
+    eager = run_engine(bench, bench.sizes.model, enforce_eager="true", dtype="float16")
     suite.figure("engine without CUDA graphs: start", eager.start_s, "s")
-    graphs = run_engine(bench, bench.sizes.model, enforce_eager="false")
+    graphs = run_engine(bench, bench.sizes.model, enforce_eager="false", dtype="float16")
     suite.figure("engine with CUDA graphs: start", graphs.start_s, "s")
     suite.compare(
         "engine with CUDA graphs: sampling",
@@ -39,6 +43,9 @@ def check_graphs(bench: DeviceBench) -> None:
         against="without them",
         at_least=MIN_GRAPH_GAIN,
     )
+    title = "engine in fp16: canary against the trainer in fp16"
+    largest = max(eager.canary_delta, graphs.canary_delta)
+    suite.at_most(title, largest, "nats", MAX_FP16_CANARY)
 
 
 def check_sleep(bench: DeviceBench) -> None:

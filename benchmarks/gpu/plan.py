@@ -51,6 +51,7 @@ CHECKS = (
         name="prefix-trees", function=f"{_DEVICE}:check_prefix_trees", usual_s=25, limit_s=150
     ),
     GpuCheck(name="step", function=f"{_TRAINING}:check_step", usual_s=25, limit_s=120),
+    GpuCheck(name="fp16", function=f"{_TRAINING}:check_fp16", usual_s=5, limit_s=90),
     GpuCheck(name="growth", function=f"{_DEVICE}:check_growth", usual_s=60, limit_s=180),
     GpuCheck(
         name="engine",

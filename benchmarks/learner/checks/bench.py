@@ -100,10 +100,16 @@ class DeviceBench:
         """Return the samples of a step."""
         return make_batch(self.sizes.shape, vocab_size=vocabulary_size(model), seed=0)
 
-    def trainer(self, model: PreTrainedModel, cfg: LearnerSection | None = None) -> Trainer:
+    def trainer(
+        self,
+        model: PreTrainedModel,
+        cfg: LearnerSection | None = None,
+        *,
+        engine_dtype: str = "bfloat16",
+    ) -> Trainer:
         """Return a trainer of a model, by default with the usual settings."""
         learner = cfg or self.sizes.learner
-        return make_trainer(learner, AlgorithmSection(), model, engine_dtype="bfloat16")
+        return make_trainer(learner, AlgorithmSection(), model, engine_dtype=engine_dtype)
 
     def canaries(self, model: PreTrainedModel) -> list[list[int]]:
         """Return random token ids [canary, seq]."""

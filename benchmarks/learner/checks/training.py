@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
@@ -28,6 +29,7 @@ from learner.policy.forward import Networks, Passes
 from learner.policy.merging import merged_tensors
 from learner.policy.model import parameter_count, vocabulary_size, whole
 from learner.policy.model_shape import read_shape
+from learner.training.optimizer import LossScale
 from learner.training.ranks import Ranks
 from learner.training.step import Gradients, TrainerSettings
 from learner.training.throughput import step_flops
@@ -41,6 +43,9 @@ SHARDED = "FSDP2 on one rank"
 NUM_PRODUCTS = 20
 # In fp32; on CUDA the order of additions in attention's backward pass varies.
 MAX_SHARD_DIFFERENCE = {"cpu": 1e-6, "cuda": 1e-4}
+MAX_FP16_GRADIENT = 0.5  # Of the distance in bf16, whose units are eight times as large.
+MAX_FP16_CANARY = LearnerSection().max_canary_delta / 4
+MAX_OVERFLOWS = 8  # The scale falls from 65536 to 256.
 GROUP_TIMEOUT = timedelta(seconds=120)
 # Bytes per trained weight (fp32, its moments, a copy) and per frozen weight; bytes of working
 # memory.
@@ -198,6 +203,44 @@ def check_shards(bench: DeviceBench) -> None:
         bench.suite.compare(f"{name}: a step", took_s, plain_s, "s", against="without shards")
 
 
+def check_fp16(bench: DeviceBench) -> None:
+    """Compare the gradient of a step in fp16 with those of fp32 and bf16, and count overflows."""
+    model = bench.model()
+    samples = bench.samples(model)
+    learner = replace(bench.sizes.learner, warmup_steps=0)
+    found: dict[Precision, torch.Tensor] = {}
+    for precision, scale in (
+        (Precision.FP32, 1.0),
+        (Precision.BF16, 1.0),
+        (Precision.FP16, LossScale.FIRST),
+    ):
+        settings = _settings(replace(learner, precision=precision))
+        made = _gradient(settings, copy.deepcopy(model), Ranks(), samples, scale=scale)
+        found[precision] = made / scale
+    exact = found[Precision.FP32]
+    apart = {each: float((found[each] - exact).norm() / exact.norm()) for each in found}
+    bench.suite.compare(
+        "fp16: |gradient - that of fp32| / |gradient|",
+        apart[Precision.FP16],
+        apart[Precision.BF16],
+        "",
+        against="bf16",
+        at_most=MAX_FP16_GRADIENT,
+    )
+    settings = _settings(replace(learner, precision=Precision.FP16))
+    trainer = Trainer(replace(settings, engine_dtype="float16"), Networks(policy=model))
+    num_overflows = 0
+    while not trainer.train_on(samples, version=1, must_train=True).metrics["train/num_updates"]:
+        num_overflows += 1
+    title = "fp16: overflows before the first update"
+    bench.suite.at_most(title, num_overflows, "", MAX_OVERFLOWS)
+    sequences = bench.canaries(model)
+    known = trainer.score(sequences)
+    nn.Module.to(model, torch.float16)  # Changes the trainer's own model in place.
+    title = "fp16: canary of fp32 masters under autocast against fp16 weights"
+    bench.suite.at_most(title, canary_delta(known, model, sequences), "nats", MAX_FP16_CANARY)
+
+
 def _step_of(trainer: Trainer, samples: list[Sample]) -> Callable[[], object]:
     """Return a function that makes one training step."""
     return lambda: trainer.train_on(samples, version=1, must_train=True)
@@ -209,11 +252,17 @@ def _settings(learner: LearnerSection) -> TrainerSettings:
 
 
 def _gradient(
-    settings: TrainerSettings, model: PreTrainedModel, ranks: Ranks, samples: list[Sample]
+    settings: TrainerSettings,
+    model: PreTrainedModel,
+    ranks: Ranks,
+    samples: list[Sample],
+    *,
+    scale: float = 1.0,
 ) -> torch.Tensor:
-    """Return the gradient of one pass over the samples."""
+    """Return the gradient of one pass over the samples, times `scale`."""
     gradients = Gradients(settings, Networks(policy=model), ranks)
-    gradients.accumulate(gradients.prepare(samples, version=0), range(len(samples)))
+    batch = gradients.prepare(samples, version=0)
+    gradients.accumulate(batch, range(len(samples)), scale=scale)
     found = [whole(p.grad) for p in model.parameters() if p.grad is not None]
     return torch.cat([each.flatten().cpu() for each in found]).double()
 

@@ -17,6 +17,7 @@ from benchmarks.learner.engine import (
 )
 from benchmarks.learner.step import clock_of
 from benchmarks.weights.rounds import TransferSetup, send_rounds
+from common.config.learner import Precision
 from common.repository import ROOT
 from common.weights.buckets import BucketLayout
 from learner.weights.source import LiveWeights, WeightSource
@@ -183,17 +184,27 @@ def check_engine(bench: DeviceBench, *, is_lora: bool = False) -> None:
 
 
 def run_engine(
-    bench: DeviceBench, shape: ModelShape, *, lora_rank: int = 0, enforce_eager: str = ""
+    bench: DeviceBench,
+    shape: ModelShape,
+    *,
+    lora_rank: int = 0,
+    enforce_eager: str = "",
+    dtype: str = "bfloat16",
 ) -> EngineFigures:
     """Return the figures of an engine with a random model of a shape, on the learner's device.
 
     Args:
         enforce_eager: value of `actor.enforce_eager`; "" keeps the default.
+        dtype: value of `model.dtype`. With float16 the trainer computes in fp16, too.
     """
-    dtype = torch.bfloat16 if bench.is_cuda else torch.float32
-    model = bench.shaped(shape, lora_rank=lora_rank, dtype=dtype)
+    is_fp16 = dtype == "float16"
+    stored = torch.float32 if is_fp16 or not bench.is_cuda else torch.bfloat16
+    model = bench.shaped(shape, lora_rank=lora_rank, dtype=stored)
+    learner = bench.sizes.learner
+    if is_fp16:
+        learner = replace(learner, precision=Precision.FP16)
     run = EngineRun(
-        dtype="bfloat16",
+        dtype=dtype,
         has_weights=lora_rank > 0,
         lora_rank=lora_rank,
         gpu_memory_frac=_engine_share(num_weights(shape), bench.device),
@@ -203,7 +214,7 @@ def run_engine(
     )
     with tempfile.TemporaryDirectory(prefix="longstride-bench-") as folder:
         return measure_engine(
-            bench.trainer(model),
+            bench.trainer(model, learner, engine_dtype=dtype),
             model,
             run,
             tokenizer_path=str(TOKENIZER),

@@ -216,7 +216,6 @@ def test_ranks_agree_on_the_scale_and_on_the_gradient(tmp_path: Path) -> None:
         cfg = make_cfg(tmp_path / kind, kind, "fp16")
         metrics[num_ranks] = []
         with started(cfg) as learner:
-            learner.trainer.check_start(may_pad=False)
             for version, batch in enumerate(
                 [make_samples(), overflowing(make_samples(seed=1)), make_samples(seed=2)]
             ):

@@ -15,6 +15,8 @@ from learner.journal.journal import journal_files
 from learner.journal.upkeep import prune
 from learner.recovery.checksums import ChecksumLog, read_checksums
 from learner.recovery.step_log import StepLog, read_steps
+from learner.training.checkpoint import load_values, newest_checkpoint
+from learner.training.optimizer import LossScale
 from tests.tools.recompute.lives import config, live
 from tools.cli.command_line import ParsedCommand
 from tools.recompute.command import recompute
@@ -96,6 +98,25 @@ def test_recompute_reproduces_the_learner_over_restarts(
     assert code == 0, said
     assert "step-000002 (step 2)" in said[0]
     assert result(root)["equal_checksums"] == 5  # 2 to 6
+
+
+@pytest.mark.slow
+def test_recompute_reproduces_overflows_and_the_scale_of_fp16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LossScale, "FIRST", 2.0**24)  # The first steps overflow.
+    root = tmp_path / "r"
+    cfg = config("learner.precision=fp16")
+    live(root, cfg, range(2), saved=[1])
+    run = live(root, cfg, range(2, 7))
+    values = load_values(newest_checkpoint(run.checkpoints) or root)
+    assert values["loss_scale"] == {"value": 2.0**22, "num_good": 0}
+    assert values["num_updates"] == 0
+    code, said = computed(root)
+    assert code == 0, said
+    assert result(root)["equal_checksums"] == 8
+    lines = read_checksums(root / "checksums.jsonl").lines.values()
+    assert len({line.digests.weights for line in lines}) == 5  # Two of seven steps trained nothing.
 
 
 @pytest.mark.slow
