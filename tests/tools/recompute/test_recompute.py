@@ -15,7 +15,7 @@ from learner.journal.journal import journal_files
 from learner.journal.upkeep import prune
 from learner.recovery.checksums import ChecksumLog, read_checksums
 from learner.recovery.step_log import StepLog, read_steps
-from learner.training.checkpoint import load_values, newest_checkpoint
+from learner.training.checkpoint import load_values
 from learner.training.optimizer import LossScale
 from tests.tools.recompute.lives import config, live
 from tools.cli.command_line import ParsedCommand
@@ -107,16 +107,17 @@ def test_recompute_reproduces_overflows_and_the_scale_of_fp16(
     monkeypatch.setattr(LossScale, "FIRST", 2.0**24)  # The first steps overflow.
     root = tmp_path / "r"
     cfg = config("learner.precision=fp16")
-    live(root, cfg, range(2), saved=[1])
-    run = live(root, cfg, range(2, 7))
-    values = load_values(newest_checkpoint(run.checkpoints) or root)
-    assert values["loss_scale"] == {"value": 2.0**22, "num_good": 0}
-    assert values["num_updates"] == 0
+    live(root, cfg, range(3), saved=[1])
+    run = live(root, cfg, range(3, 8), saved=[6])
+    scales = [
+        load_values(run.checkpoints / f"step-{step:06d}")["loss_scale"]["value"] for step in (2, 7)
+    ]
+    assert LossScale.FIRST > scales[0] > scales[1]
     code, said = computed(root)
     assert code == 0, said
-    assert result(root)["equal_checksums"] == 8
+    assert result(root)["equal_checksums"] == 9
     lines = read_checksums(root / "checksums.jsonl").lines.values()
-    assert len({line.digests.weights for line in lines}) == 5  # Two of seven steps trained nothing.
+    assert 1 < len({line.digests.weights for line in lines}) < 8  # Some steps changed nothing.
 
 
 @pytest.mark.slow
