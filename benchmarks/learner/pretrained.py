@@ -21,6 +21,7 @@ from common.errors import ConfigError
 from learner.batch.batching import Sample
 from learner.batch.packing import forest_of
 from learner.policy.model import load_policy, vocabulary_size
+from learner.policy.precision import DTYPES
 from learner.training.throughput import matrix_rate, step_flops
 from learner.training.trainer import Trainer
 
@@ -31,7 +32,6 @@ MOST_LORA = 0.72  # Share of the seconds of a step that trains all weights.
 MOST_BYTES = 5.5e9  # Resident memory of the process, for the first shape.
 RANK = 16
 PRESET = "smollm2-chain-sum"  # Its learner's settings are measured.
-DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
 # 48 and 16 episodes, in groups of eight with a common prompt.
 SHAPES = {
     "rows of 88": BatchShape(

@@ -23,6 +23,8 @@ SAMPLED = 1 << 10  # Numbers of each matrix that the rule reads.
 NEAR_GRID = 1 / 8
 # Engines that round as the learner does.
 _ENGINE_DTYPES = {Precision.FP32: "float32", Precision.BF16: "bfloat16", Precision.FP16: "float16"}
+# Precisions that hide other changes by adapters than engines of a dtype.
+_DRIFTING = ((Precision.BF16, "float32"), (Precision.FP32, "bfloat16"), (Precision.FP16, "float32"))
 MAX_HIDDEN = 0.5  # Share of the weights from which rounding may hide an update.
 
 
@@ -83,33 +85,34 @@ def choose_precision(
 
 
 def check_engines(learner: LearnerSection, precision: Precision, engine_dtype: str) -> None:
-    """Check that engines and learner round the results of layers with adapters alike.
+    """Check that engines and learner round alike.
 
-    Both add the adapter's share to the layer's result. In 16 bits the sum is rounded a second time,
-    which hides most of a small share. In fp32 it is not: engines would sample from another policy
-    than the one that is trained. fp16 and bf16 hide different shares. Merged adapters have no such
-    sums.
+    Engines in bf16 would round a version of a learner in fp16 again, to an eighth of its units.
+
+    With adapters, both add the adapter's share to the layer's result. In 16 bits the sum is rounded
+    a second time, which hides most of a small share. In fp32 it is not: engines would sample from
+    another policy than the one that is trained. Merged adapters have no such sums.
 
     Args:
         engine_dtype: value of `model.dtype`; "": the training has no engines.
 
     Raises: ConfigError: names both keys and the remedies.
     """
-    has_sums = learner.lora.rank > 0 and not learner.lora.is_merged
-    is_fp16 = precision is Precision.FP16 and engine_dtype in ("float32", "bfloat16")
     pair = (precision, engine_dtype)
-    is_other = pair in ((Precision.BF16, "float32"), (Precision.FP32, "bfloat16"))
-    if not has_sums or not (is_fp16 or is_other):
+    keys = f"learner.precision={precision.value} with model.dtype={engine_dtype}"
+    if pair == (Precision.FP16, "bfloat16"):
+        raise ConfigError(
+            f"{keys}: the engines would round each version again, to units that are eight times as"
+            " large. Set model.dtype=float16, or learner.precision=bf16"
+        )
+    has_sums = learner.lora.rank > 0 and not learner.lora.is_merged
+    if not has_sums or pair not in _DRIFTING:
         return
-    dtype = _ENGINE_DTYPES[precision]
     other = next(each for each, name in _ENGINE_DTYPES.items() if name == engine_dtype).value
-    rounding = "fp16" if is_fp16 else "bf16"
     raise ConfigError(
-        f"learner.precision={precision.value} with model.dtype={engine_dtype} and"
-        f" learner.lora.rank={learner.lora.rank}: rounding to {rounding} hides small changes by"
-        " adapters"
-        " on one side only, so the engines drift away from the learner. Set"
-        f" model.dtype={dtype}, or learner.precision={other}"
+        f"{keys} and learner.lora.rank={learner.lora.rank}: rounding to 16 bits hides small changes"
+        " by adapters on one side only, so the engines drift away from the learner. Set"
+        f" model.dtype={_ENGINE_DTYPES[precision]}, or learner.precision={other}"
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
-from common.config.learner import Layout, LearnerSection
+from common.config.learner import Layout, LearnerSection, Precision
 from common.config.run_config import RunConfig
 from common.host.lock import hold_run
 from common.store.run_dir import RunDir
@@ -90,7 +90,7 @@ def make_passes(model: PreTrainedModel, learner: LearnerSection) -> Passes:
         replace(learner, precision=precision),
         Networks(policy=model),
         temperature=1.0,
-        engine_dtype="bfloat16",
+        engine_dtype="float16" if precision is Precision.FP16 else "bfloat16",
     )
     if passes.scoring.dtype is torch.float16:
         check_range([model], Ranks())
@@ -154,6 +154,8 @@ def train_epochs(
                 means["train/vanished_update_frac"] = updates.vanished.share(
                     lr=updates.optimizer.lr
                 )
+                if updates.loss_scale.is_on:
+                    means["train/loss_scale"] = updates.loss_scale.value
                 log({**means, "epoch": float(epoch + 1), "lr_scale": lr_scale(step)})
             step += 1
             num_overflows += update.is_overflow

@@ -12,7 +12,10 @@ from torch import Tensor
 
 from common.config.algorithm import AlgorithmSection
 from common.config.learner import (
+    Activations,
+    Attention,
     ControllerSection,
+    Layout,
     LearnerSection,
     LoraSection,
     OptimizerKind,
@@ -28,7 +31,8 @@ from learner.training.optimizer import LossScale
 from learner.training.ranks import Ranks
 from learner.training.step import Gradients, TrainerSettings
 from learner.training.trainer import Trainer
-from tests.learner.builders import make_model, make_model_with_adapters, make_samples
+from tests.learner.builders import make_model, make_model_with_adapters, make_samples, with_prompts
+from tests.learner.experts import make_experts
 from tests.learner.weights.test_exact_learners import make_cfg, same, started
 
 HALF_UNIT = 2.0**-11  # Of fp16, as a share of a number.
@@ -61,22 +65,35 @@ def weights_of(made: Trainer) -> dict[str, Tensor]:
     return {name: each.detach().clone() for name, each in made.tensors().items()}
 
 
-def gradient_of(model: Any, precision: Precision, *, scale: float = 1.0) -> Tensor:
+def gradient_of(model: Any, precision: Precision, *, scale: float = 1.0, **keys: Any) -> Tensor:
     """Return the gradient of a batch without its scale, [weight]."""
-    gradients = Gradients(settings_of(precision), Networks(policy=model), Ranks())
-    batch = gradients.prepare(make_samples(), 0)
+    gradients = Gradients(settings_of(precision, **keys), Networks(policy=model), Ranks())
+    batch = gradients.prepare(with_prompts(make_samples()), 0)
     gradients.accumulate(batch, range(len(batch.samples)), scale=scale)
     parts = [each.grad.flatten() for each in model.parameters() if each.grad is not None]
     return torch.cat(parts) / scale
 
 
-@pytest.mark.parametrize("make", [make_model, make_model_with_adapters])
-def test_gradient_in_fp16_is_that_of_fp32_within_rounding(make: Any) -> None:
-    exact = gradient_of(make(), Precision.FP32)
-    apart = {
-        precision: (gradient_of(make(), precision, scale=scale) - exact).norm() / exact.norm()
-        for precision, scale in ((Precision.FP16, LossScale.FIRST), (Precision.BF16, 1.0))
-    }
+NETWORKS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "prefix trees": (make_model, {}),
+    "fused attention": (make_model, {"attention": Attention.FUSED}),
+    "padded": (make_model, {"layout": Layout.PADDED}),
+    "chunks of the head": (make_model, {"logprob_chunk_tokens": 4}),
+    "recomputed activations": (make_model, {"activations": Activations.RECOMPUTE}),
+    "offloaded activations": (make_model, {"activations": Activations.OFFLOAD}),
+    "adapters": (make_model_with_adapters, {}),
+    "experts": (lambda: make_experts("qwen3_moe"), {}),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_gradient_in_fp16_is_that_of_fp32_within_rounding(name: str) -> None:
+    make, keys = NETWORKS[name]
+    exact = gradient_of(make(), Precision.FP32, **keys)
+    apart: dict[Precision, Tensor] = {}
+    for precision, scale in ((Precision.FP16, LossScale.FIRST), (Precision.BF16, 1.0)):
+        made = gradient_of(make(), precision, scale=scale, **keys)
+        apart[precision] = (made - exact).norm() / exact.norm()
     assert 0 < apart[Precision.FP16] < 8 * HALF_UNIT
     # The units of bf16 are eight times as large.
     assert apart[Precision.FP16] < apart[Precision.BF16] / 4
@@ -197,7 +214,7 @@ def test_run_in_bf16_that_resumes_in_fp16_begins_with_the_first_scale(tmp_path: 
 
 
 def test_weight_above_the_numbers_of_fp16_is_refused_by_name() -> None:
-    model = make_model()
+    model: Any = make_model()
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[3, 4] = -70_000.0
     made = trainer(model)
@@ -244,4 +261,7 @@ def test_combinations_that_fp16_cannot_compute_are_refused() -> None:
     for dtype in ("float32", "bfloat16"):
         with pytest.raises(ConfigError, match=r"model\.dtype=float16, or learner\.precision"):
             check_engines(adapted, Precision.FP16, dtype)
+    with pytest.raises(ConfigError, match=r"would round each version again.*model\.dtype=float16"):
+        check_engines(LearnerSection(), Precision.FP16, "bfloat16")
+    check_engines(LearnerSection(), Precision.FP16, "float32")
     check_engines(adapted, Precision.FP16, "float16")

@@ -22,6 +22,7 @@ from common.config.learner import Layout, LearnerSection, LoraSection, Optimizer
 from common.errors import ConfigError
 from learner.policy.finite import TrainingDiverged
 from learner.policy.model import load_policy
+from learner.training.optimizer import LossScale
 from tests.configs import edited
 from tests.tools.offline import builders
 from tools.exchange.agent_traj import Conversation, Message
@@ -234,6 +235,24 @@ def test_loss_falls_on_trained_tokens_only() -> None:
     is_trained = torch.from_numpy(rows[0].mask[1:])
     assert -chosen[is_trained].mean() < 0.3
     assert -chosen[~is_trained].mean() > 2.0
+
+
+def test_losses_in_fp16_are_those_of_fp32_within_rounding() -> None:
+    losses: dict[Precision, list[float]] = {}
+    scales: list[float] = []
+    for precision in (Precision.FP32, Precision.FP16):
+        model = make_policy(TINY, TOKENIZER, seed=0)
+        losses[precision] = sft.train(
+            model,
+            rows_of(*CORPUS),
+            replace(TINY, num_epochs=4),
+            LearnerSection(device="cpu", precision=precision, warmup_steps=0),
+            seed=0,
+            log=lambda each: scales.append(each.get("train/loss_scale", 1.0)),
+        )
+    assert losses[Precision.FP16] == pytest.approx(losses[Precision.FP32], rel=5e-3)
+    assert losses[Precision.FP16][-1] < losses[Precision.FP16][0] - 0.5
+    assert set(scales) == {1.0, LossScale.FIRST}
 
 
 @pytest.mark.parametrize("prompt_coef", [0.0, 0.25, 1.0])
