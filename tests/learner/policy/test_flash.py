@@ -290,7 +290,7 @@ def test_fallback_is_logged_once_with_its_reason(
     assert not kernel.dtypes
     (line,) = [each for each in caplog.messages if "one by one" in each]
     assert "Qwen3Attention" in line
-    assert "attention computes in torch.float32, not in bf16 (learner.precision=bf16)" in line
+    assert "attention computes in torch.float32, not in 16 bits (learner.precision=bf16)" in line
 
 
 def test_reason_for_no_flash_attention_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
