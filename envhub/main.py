@@ -37,10 +37,10 @@ from common.memory import resident_bytes
 from common.stall.beacon import beacon_of
 from common.store.run_dir import RunDir
 from common.wire.addresses import AddressBook, Addresses, advertised, node_name, with_host
-from common.wire.messages import HubGoodbye, HubHello, HubNoted, HubPlace, HubUse, Rejected
+from common.wire.messages import OWN_HUB, HubGoodbye, HubHello, HubNoted, HubPlace, HubUse, Rejected
 from common.wire.security import RunKeys, own_keys
 from common.wire.sockets import FollowingDealer
-from envhub.catalogue.content import changed_content, contents_of, record_content
+from envhub.catalogue.content import changed_content, contents_of, digests_of, record_content
 from envhub.catalogue.registry import Registry, missing_requirements
 from envhub.errors import UnknownEnv
 from envhub.hosting.sessions import Sessions
@@ -184,7 +184,7 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
     with _listener(cfg.envhub.host, port) as listener:
         run_dir.publish_address("envhub", address_of(listener))
         place = HubPlace(url=public_address(cfg, listener), token=token, envs=sessions.env_names)
-        hello = HubHello(name="envhub", incarnation=uuid.uuid4().hex[:12], place=place)
+        hello = first_hello(OWN_HUB, place, sessions.registry)
         start_s = cfg.actor.start_timeout_s
         with (
             registered(cfg, run_dir, keys, hello, serving=(app, sessions)),
@@ -199,7 +199,8 @@ def run_joined(cfg: RunConfig, joined: Joined) -> None:
 
     Raises:
         ConfigError: a requirement of an environment is missing here, or the address is in use.
-        LongstrideError: the scheduler stopped answering.
+        LongstrideError: the scheduler refused this hub, such as for other data, or stopped
+            answering.
     """
     names = cfg.envhub.envs or envs_of_run(cfg)
     token = cfg.envhub.token or secrets.token_urlsafe(32)
@@ -214,7 +215,7 @@ def run_joined(cfg: RunConfig, joined: Joined) -> None:
         raise ConfigError(f"envhub: {error}") from error
     with listener:
         place = HubPlace(url=public_address(cfg, listener), token=token, envs=sessions.env_names)
-        hello = HubHello(name=name, incarnation=uuid.uuid4().hex[:12], place=place)
+        hello = first_hello(name, place, sessions.registry)
         silence_s = 4 * cfg.scheduler.dead_after_s
         run_keys = joined.key.as_keys()
         serving = (app, sessions)
@@ -225,6 +226,12 @@ def run_joined(cfg: RunConfig, joined: Joined) -> None:
         ):
             on_round = partial(beacon.note, "main", "serving")
             serve(app, sessions, listener, log_level=cfg.log.level, on_round=on_round)
+
+
+def first_hello(name: str, place: HubPlace, registry: Registry) -> HubHello:
+    """Return the hello of a new process of a hub."""
+    content = digests_of(contents_of(registry))
+    return HubHello(name=name, incarnation=uuid.uuid4().hex[:12], place=place, content=content)
 
 
 @contextlib.contextmanager

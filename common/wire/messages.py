@@ -485,6 +485,9 @@ class HubUse:
     cpu_s: Seconds = 0.0  # CPU time of the hub and its child processes since its start.
 
 
+OWN_HUB = "envhub"  # Name of the hub that the run starts.
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubHello:
     """Hub -> scheduler, with every heartbeat: registers the hub and its address."""
@@ -498,6 +501,8 @@ class HubHello:
     use: HubUse = field(default=HubUse(), compare=False)
     # Environments that wait for a service, such as a judge, with the reasons.
     paused: Named[str] = field(default_factory=dict[str, str], compare=False)
+    # Digest of the files and settings that determine the items, by environment.
+    content: Named[str] = field(default_factory=dict[str, str], compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
-"""Refuses to continue a run whose items are other ones than before."""
+"""Refuses to continue a run whose items are other ones than before, or on another hub."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,15 @@ def contents_of(registry: Registry) -> dict[str, dict[str, str]]:
     """Return the digests of the environments that have any, by environment and key."""
     contents = {name: dict(registry.spec(name).content) for name in registry.names}
     return {name: content for name, content in contents.items() if content}
+
+
+def digests_of(contents: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Return one digest of each environment, by which the scheduler compares hubs."""
+    digests: dict[str, str] = {}
+    for env, content in contents.items():
+        compared = [each for each in sorted(content.items()) if not each[0].startswith(REVISION)]
+        digests[env] = hashlib.sha256(json.dumps(compared).encode()).hexdigest()
+    return digests
 
 
 def changed_content(folder: Path, contents: Mapping[str, Mapping[str, str]]) -> list[str]:

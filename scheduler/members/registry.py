@@ -6,6 +6,7 @@ from typing import Any
 
 from common.wire.addresses import SAME_MACHINE
 from common.wire.messages import (
+    OWN_HUB,
     Directory,
     Heartbeat,
     Hello,
@@ -15,6 +16,7 @@ from common.wire.messages import (
     HubPlace,
     RanksPlace,
     RanksRequest,
+    Rejected,
 )
 
 logger = logging.getLogger(__name__)
@@ -53,6 +55,8 @@ class AddressRegistry:
     _hubs: dict[str, _Hub] = field(default_factory=dict[str, _Hub])  # Live hubs by name.
     # Recently removed hubs, kept for the status.
     _gone: dict[str, _Hub] = field(default_factory=dict[str, _Hub])
+    # Digest of the items of each environment, by the first hub or by the run's own.
+    _content: dict[str, str] = field(default_factory=dict[str, str])
 
     def hear(self, message: object) -> Directory | None:
         """Record the addresses in a message; return the directory if the sender's is outdated."""
@@ -68,10 +72,17 @@ class AddressRegistry:
 
     def hear_hub(
         self, message: object, sender: bytes, now: float, *, is_finished: bool = False
-    ) -> HubNoted | None:
+    ) -> HubNoted | Rejected | None:
         """Process a message of a hub; return the answer to a hello."""
         match message:
             case HubHello():
+                if others := self._other_items(message):
+                    if message.name in self._hubs:
+                        self._forget(message.name, "other items")
+                    return Rejected(
+                        reason=f"its items of {', '.join(others)} are not those of the run; give"
+                        " this machine the same data files, settings and versions"
+                    )
                 hub = self._hubs.get(message.name)
                 if hub is None or hub.hello != message:
                     logger.info("registered hub name=%s url=%s", message.name, message.place.url)
@@ -88,6 +99,17 @@ class AddressRegistry:
             case _:
                 pass
         return None
+
+    def _other_items(self, hello: HubHello) -> list[str]:
+        """Return the environments of a hub whose items differ from those of the other hubs.
+
+        An item has the same number on each hub, so a group would mix the episodes of two items.
+        """
+        if hello.name == OWN_HUB:  # The run's record has already been compared with its items.
+            self._content |= hello.content
+            return []
+        self._content = hello.content | self._content
+        return [env for env, digest in hello.content.items() if self._content[env] != digest]
 
     def hear_ranks(self, message: object, *, is_finished: bool = False) -> RanksPlace | None:
         """Record the place of rank 0; return the answer to a node that requests it."""

@@ -42,10 +42,11 @@ class Run:
         except Exception as error:  # noqa: BLE001 - the test checks it
             self.error = error
 
-    def hub(self, name: str, url: str, envs: list[str]) -> Registration:
+    def hub(self, name: str, url: str, envs: list[str], *, items: str = "") -> Registration:
         """A hub's own registration, as its process starts it; stopped with the run."""
         place = HubPlace(url=url, token="t", envs=envs)
-        hello = HubHello(name=name, incarnation=name, place=place)
+        content = dict.fromkeys(envs, items) if items else {}
+        hello = HubHello(name=name, incarnation=name, place=place, content=content)
         hub = Registration(self.run_dir, self.keys, hello, every_s=0.05, silence_s=None)
         hub.start()
         return hub

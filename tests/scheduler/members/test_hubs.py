@@ -77,6 +77,21 @@ def test_run_awaits_hubs_for_every_task(tmp_path: Path) -> None:
         hubs[0].stop(timeout_s=WAIT_S)
 
 
+def test_hub_with_other_items_ends_with_the_reason(tmp_path: Path) -> None:
+    cfg = make_config(num_steps=1, per_step=1)
+    with serve_catalogue(of("maze")) as url, running(tmp_path, cfg) as run:
+        first = run.hub("a", url, ["maze"], items="1")
+        assert run.ask_directory().hubs
+        second = run.hub("b", url, ["maze"], items="2")
+        second.join(WAIT_S)
+        assert not second.is_alive()
+        assert str(second.error).startswith(
+            "the scheduler refused this hub: its items of maze are not those of the run"
+        )
+        assert first.is_alive()
+        first.stop(timeout_s=WAIT_S)
+
+
 def test_restarted_scheduler_restores_its_hub_if_it_answers() -> None:
     with serve_catalogue(of("maze")) as url:
         first, second = AddressRegistry(dead_after_s=9.0), AddressRegistry(dead_after_s=9.0)

@@ -12,6 +12,7 @@ from common.wire.messages import (
     HubNoted,
     HubPlace,
     HubUse,
+    Rejected,
 )
 from scheduler.members.registry import AddressRegistry
 
@@ -96,6 +97,32 @@ def test_restarted_hub_replaces_its_old_entry() -> None:
     assert registry.hub_senders == [b"2"]
     noted = registry.hear_hub(hub_hello("b", "http://b:2"), b"2", 0.0, is_finished=True)
     assert noted == HubNoted(is_finished=True)
+
+
+def test_hub_with_other_items_than_the_run_is_refused() -> None:
+    registry = registry_with()
+    files = {"dataset": "a", "terminal": "b"}
+    first = replace(hub_hello("b", "http://b"), content=files)
+    noted = HubNoted(is_finished=False)
+    assert registry.hear_hub(first, b"1", 0.0) == noted
+    other = replace(hub_hello("c", "http://c"), content={"dataset": "A", "terminal": "b"})
+    refused = registry.hear_hub(other, b"2", 0.0)
+    assert isinstance(refused, Rejected)
+    assert refused.reason.startswith("its items of dataset are not those of the run")
+    assert urls(registry) == ["http://b"]
+    for name, content in (("d", {"dataset": "a"}), ("e", {"code": "c"}), ("f", {})):
+        hello = replace(hub_hello(name, f"http://{name}"), content=content)
+        assert registry.hear_hub(hello, b"3", 0.0) == noted
+
+
+def test_items_of_the_own_hub_are_those_of_the_run() -> None:
+    registry = registry_with()
+    joined = replace(hub_hello("b", "http://b"), content={"dataset": "a"})
+    registry.hear_hub(joined, b"1", 0.0)
+    own = replace(hub_hello("envhub", "http://own"), content={"dataset": "A"})
+    assert registry.hear_hub(own, b"2", 0.0) == HubNoted(is_finished=False)
+    assert isinstance(registry.hear_hub(joined, b"1", 1.0), Rejected)
+    assert urls(registry) == ["http://own"]
 
 
 def test_report_shows_paused_environments_with_their_reason() -> None:
