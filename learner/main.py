@@ -105,6 +105,7 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
 def _train(cfg: RunConfig, learner: Learner, stop: threading.Event, beacon: Beacon) -> None:
     """Run a built learner until the last step, a stop request or an error."""
     loop = Loop(cfg, learner, stop, note=partial(beacon.note, "main"))
+    learner.trainer.report_progress(partial(beacon.renew, "main"))
     try:
         learner.intake.start()
         learner.publisher.start()

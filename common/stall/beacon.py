@@ -112,6 +112,13 @@ class Beacon:
             longest_s = self._longest.get(_kind(line, what), 0.0)
             self._lines[line] = MonitoredWork(what, waits_for, now, limit_s, longest_s)
 
+    def renew(self, line: str) -> None:
+        """Record progress within the present activity of a line of work."""
+        with self._lock:
+            work = self._lines.get(line)
+        if work is not None:
+            self.note(line, work.what, waits_for=work.waits_for, limit_s=work.limit_s)
+
     def _write_periodically(self) -> None:
         """Write a report at regular intervals until stopped."""
         written_at = time.monotonic()

@@ -1,6 +1,6 @@
 """Computes gradients from the samples of a step: scores, correction, loss, backward pass."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -143,6 +143,7 @@ class Gradients:
         self._max_tokens = settings.learner.row_tokens
         self._networks = networks
         self._ranks = ranks
+        self.on_microbatch: Callable[[], object] = lambda: None  # Called before each microbatch.
         self.passes = Passes(
             settings.learner,
             networks,
@@ -362,14 +363,16 @@ class Gradients:
 
     def _microbatches(self, samples: Sequence[Sample], part: Sequence[int]) -> Iterator[MicroBatch]:
         """Yield this rank's share of a minibatch in blocks within the token budget."""
-        return each_microbatch(
+        for micro in each_microbatch(
             samples,
             self._shares(samples, part)[self._ranks.share],
             max_tokens=self._max_tokens,
             device=self._networks.device,
             is_packed=self.passes.is_packed,
             shares_prefix=self._cfg.shared_prefix,
-        )
+        ):
+            self.on_microbatch()
+            yield micro
 
     def _idle(self, samples: Sequence[Sample], part: Sequence[int]) -> list[TokenBatch]:
         """Return blocks without scored tokens, so that all ranks make the same number of passes."""

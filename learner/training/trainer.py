@@ -121,6 +121,10 @@ class Trainer:
         self.baseline = RunningBaseline()
         self.num_batches = 0  # Batches decided so far, skipped batches included.
 
+    def report_progress(self, call: Callable[[], object]) -> None:
+        """Call this function before each microbatch of this rank."""
+        self._gradients.on_microbatch = call
+
     @property
     def max_ahead_steps(self) -> int:
         """The controller's limit of how many steps ahead of this learner groups may be opened."""

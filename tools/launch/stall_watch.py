@@ -305,6 +305,9 @@ class StallWatch:
         if str(learner.get("waiting_for", "")).startswith(TEACHER):
             self._progress = (counts, self._awake_s)  # The teacher is down; it is probed.
             return None
+        if _is_in_step(activities):
+            self._progress = (counts, self._awake_s)  # A step has a limit for each microbatch.
+            return None
         waiting = waits(activities, status)
         limit_s = max(self._cfg.stall_s, FACTOR * self._longest_s)
         members: list[Any] = status.get("actors", [])
@@ -402,6 +405,13 @@ class StallWatch:
 
 def _is_starting(activity: RoleActivity) -> bool:
     return any(line.what == "starting" for line in activity.lines.values())
+
+
+def _is_in_step(activities: Mapping[str, RoleActivity | None]) -> bool:
+    """Return whether the learner computes a step."""
+    learner = activities.get("learner")
+    line = learner.lines.get("main") if learner else None
+    return line is not None and not line.waits_for and line.what.startswith("step ")
 
 
 def _counts(status: Mapping[str, Any]) -> tuple[object, ...]:

@@ -4,6 +4,7 @@ import copy
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,15 @@ def on_policy(samples: list[Sample], model) -> list[Sample]:
             Sample(trajectory=replace(trajectory, logprobs=logprobs), advantage=sample.advantage)
         )
     return result
+
+
+def test_progress_is_reported_before_each_microbatch() -> None:
+    calls: list[int] = []
+    for budget in (10_000, 40):
+        trainer = make_trainer(max_tokens_per_microbatch=budget)
+        trainer.report_progress(partial(calls.append, budget))
+        trainer.train_on(make_samples(), version=0)
+    assert 0 < calls.count(10_000) < calls.count(40)
 
 
 def poisoned(samples: list[Sample]) -> list[Sample]:

@@ -13,8 +13,8 @@ import pytest
 
 from common.config.run import OnStall, RunSection
 from common.repository import ROOT
-from common.stall.beacon import boot_id
-from common.stall.report import culprits
+from common.stall.beacon import beacon_of, boot_id
+from common.stall.report import culprits, read_activity
 from common.store.run_dir import RunDir
 from tools.launch.base import EXIT_FAILED, EXIT_FINISHED, LaunchState, RoleSpec, StallVerdict
 from tools.launch.launcher import RoleSupervisor
@@ -202,6 +202,8 @@ class Standing:
         self.status: dict[str, Any] = dict(STATUS)
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         self.waiting = dict(WAITING)
+        self.work = dict.fromkeys(WAITING, "serving")
+        self.since: float | None = None  # None: all work has begun just now.
         run = RunSection(**policy)
         self.watch = StallWatch(self.run_dir, run, turn_s=300.0, episode_s=EPISODE_S)
 
@@ -212,7 +214,8 @@ class Standing:
         while self.now < ends:
             self.now += 2.0
             for name, waits_for in self.waiting.items():
-                line = {"what": "serving", "waits_for": waits_for, "since": self.now}
+                since = self.now if self.since is None else self.since
+                line = {"what": self.work[name], "waits_for": waits_for, "since": since}
                 told = {"pid": 1, "began_at": 1.0, "written_at": self.now, "boot_id": boot_id()}
                 path = self.run_dir.alive / f"{name}.json"
                 path.write_text(json.dumps(told | {"lines": {"main": line}}), encoding="utf-8")
@@ -325,6 +328,35 @@ def test_run_that_waits_for_its_teacher_is_no_stall(
     run.status["learner"] = {"waiting_for": "actors: a batch"}
     assert run.verdict_within(15.0) is None
     assert run.verdict_within(60.0) is not None
+
+
+def test_long_step_is_no_stall_while_microbatches_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Standing(tmp_path, monkeypatch, stall_s=20.0)
+    run.work["learner"], run.waiting["learner"] = "step 1", ""
+    assert run.verdict_within(100.0) is None
+    run.since = run.now
+    assert run.verdict_within(15.0) is None
+    verdict = run.verdict_within(20.0)
+    assert verdict is not None
+    assert "learner hangs: main has been in 'step 1'" in verdict.report
+
+
+def test_renewed_work_has_begun_just_now(tmp_path: Path) -> None:
+    run_dir = RunDir(root=tmp_path)
+    with beacon_of(run_dir, "learner", start_s=600.0) as beacon:
+        beacon.note("main", "step 1")
+        begun_at = time.monotonic()
+        beacon.renew("main")
+        beacon.renew("intake")  # It has no work.
+        line = None
+        while line is None or line.since < begun_at:
+            activity = read_activity(run_dir, "learner")
+            line = activity.lines.get("main") if activity else None
+        assert line.what == "step 1"
+        assert activity is not None
+        assert [*activity.lines] == ["main"]
 
 
 class Steady:
