@@ -223,7 +223,7 @@ class EvalStream:
         )
         if len(self.evals) > MAX_EVALS:
             older = slice(0, MAX_EVALS // 2, 2)
-            averages.evaluation.forget(*(each.group_id for each in self.evals[older]))
+            averages.evaluation.forget(each.group_id for each in self.evals[older])
             del self.evals[older]
 
     def report(self) -> dict[str, Any]:

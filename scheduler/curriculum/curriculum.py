@@ -404,7 +404,17 @@ class Curriculum:
             gated.configure(self._policies[name], self.version)
         for name, stamp in before.items():
             if self._stamp(name, self.version) != stamp:
-                self.mixture.forget_items(name)
+                self._forget_items(name)
+
+    def _forget_items(self, name: str) -> None:
+        """Forget the success of the items of a schedule, see `HorizonSection.name_of`."""
+        tasks = [each.task for each in self.mixture.tasks.values()]
+        subsets = {
+            f"{task.env}/{task.subset}"
+            for task in tasks
+            if self._horizon.name_of(task.env, task.subset) == name
+        }
+        self.mixture.forget_items(subsets)
 
     def make_group(
         self, number: int, *, version: int, now: float, shunned: Sequence[str] = ()
@@ -496,7 +506,7 @@ class Curriculum:
             gated.end_step(version, entropy=entropy, ess_frac=ess_frac)
         for name, stage in before.items():
             if self._stamp(name, version).stage != stage:
-                self.mixture.forget_items(name)
+                self._forget_items(name)
 
     def report(self, version: int) -> dict[str, Any]:
         """Return the horizons and distances in force, the decisions so far, the mixture."""

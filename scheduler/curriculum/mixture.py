@@ -1,12 +1,13 @@
 """The mixture: draws the item of each training group, by fixed weights or by learning potential."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from common.config.mixture import MixtureKind, MixtureSection
 from common.config.tasks import TaskSection
+from common.ids import distance_of, subset_of
 from common.wire.messages import EpisodeSeen
 from scheduler.curriculum.catalogue import HubCatalogue
 from scheduler.curriculum.sampling import (
@@ -156,13 +157,19 @@ class Mixture:
         name, index = user.choose(number, choices, success_of, version=version)
         return items[name].item(index)
 
-    def forget_items(self, name: str) -> None:
+    def forget_items(self, subsets: Collection[str]) -> None:
         """Forget the success of items, which depends on the horizon.
 
         Args:
-            name: an environment, or "environment/subset".
+            subsets: subsets as "environment/subset", at any distance.
         """
-        self.item_success.forget(*(f"{name}-", f"{name}@") if "/" in name else (f"{name}/",))
+
+        def is_in_subsets(key: str) -> bool:
+            subset = subset_of(key)
+            far = distance_of(subset)
+            return (far[0] if far else subset) in subsets
+
+        self.item_success.forget([each for each in self.item_success.known if is_in_subsets(each)])
 
     def shares(self) -> dict[str, float]:
         """Return "<env>/<subset>" -> share of the next groups."""

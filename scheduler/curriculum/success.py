@@ -1,6 +1,7 @@
 """Success rates by key, and the learning potential that follows from them."""
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -57,10 +58,10 @@ class SuccessPool:
         num, mean, _ = self.known.get(key, (0, 0.0, 0.0))
         return mean if num >= min_episodes else None
 
-    def forget(self, *prefixes: str) -> None:
-        """Drop every key that begins with one of the prefixes."""
-        for key in [key for key in self.known if key.startswith(prefixes)]:
-            del self.known[key]
+    def forget(self, keys: Iterable[str]) -> None:
+        """Drop these keys."""
+        for key in keys:
+            self.known.pop(key, None)
 
 
 @dataclass(slots=True)

@@ -223,6 +223,20 @@ def test_new_stage_resets_known_item_difficulties() -> None:
     assert keys == ["shop/long-train-0"]
 
 
+def test_new_stage_keeps_difficulties_of_subsets_with_another_schedule() -> None:
+    mixture = MixtureSection(kind=MixtureKind.ADAPTIVE)
+    subsets = {"shop/short": HorizonOverride(kind="fixed", stages=[4])}
+    curriculum = make_curriculum(subsets=subsets, mixture=mixture)
+    play(curriculum, EndReason.DONE, env="maze", subset="easy")
+    play(curriculum, EndReason.DONE, subset="short")
+    for version in (1, 2):  # shop changes its stage at 2, apart from shop/short
+        play(curriculum, EndReason.HORIZON)
+        curriculum.step(version, {})
+    assert curriculum.stamp("shop", 2, subset="long").stage == 1
+    keys = list(curriculum.mixture.item_success.known)
+    assert keys == ["maze/easy-train-0", "shop/short-train-0"]
+
+
 def test_open_group_keeps_horizon_across_stages() -> None:
     table = Table(cfg=make_config())  # stages 5, 10, 20 every two steps
     table.hello("actor-0")

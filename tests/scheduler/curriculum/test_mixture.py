@@ -129,9 +129,24 @@ def test_adaptive_mixture_mostly_skips_items_without_signal() -> None:
     # an epoch has 50 items worth 1 and 50 worth 0.1: ten epochs hold 500 and about 50
     assert sum(i >= 50 for i in drawn) == pytest.approx(50, abs=20)
     assert min(Counter(i for i in drawn if i < 50).values()) >= 9
-    mixture.forget_items("maze")
+    mixture.forget_items({"maze/a"})
     drawn = [int(mixture.item(number).item_id.rpartition("-")[2]) for number in range(550, 650)]
     assert sum(i >= 50 for i in drawn) > 40
+
+
+def test_success_is_forgotten_for_the_given_subsets_only() -> None:
+    items = {"a": "a-train-0", "a-b": "a-b-train-0", "c": "c@1..4-train-0"}
+    catalogue = catalogue_of(**dict.fromkeys(items, 9))
+
+    def remaining(subset: str) -> list[str]:
+        mixture = make_mixture(ADAPTIVE, tasks_of(**dict.fromkeys(items, 1)), catalogue)
+        for name, item_id in items.items():
+            tell(mixture, name, item_id, is_success=True)
+        mixture.forget_items({f"maze/{subset}"})
+        return [key.partition("/")[2] for key in mixture.item_success.known]
+
+    assert remaining("a") == ["a-b-train-0", "c@1..4-train-0"]
+    assert remaining("c") == ["a-train-0", "a-b-train-0"]
 
 
 def test_adaptive_mixture_still_draws_when_all_items_are_solved() -> None:
