@@ -7,7 +7,7 @@ import pytest
 from benchmarks.long_episodes import CONTEXT, MAX_GROWTH, MAX_REPEATED, LongEpisodes, measure
 from common.wire.messages import EndReason
 
-MEMORY = 10_000  # Bytes of an actor for a turn of an episode, which has some 140 tokens.
+MEMORY = 1_200  # Bytes of an actor for a turn of an episode, which has some 140 tokens.
 
 
 def check(played: LongEpisodes, *, num_episodes: int, num_turns: int) -> None:

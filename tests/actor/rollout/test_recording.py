@@ -11,9 +11,18 @@ import numpy as np
 import pytest
 
 from actor.rollout.context import Turn
+from actor.rollout.env_client import HubStepResult
 from actor.rollout.hubs import Hubs
 from actor.rollout.pool import EpisodePool
-from actor.rollout.recording import STATE, TURNS, LagRule, Recordings
+from actor.rollout.recording import (
+    STATE,
+    TURNS,
+    EpisodeEvents,
+    LagRule,
+    RecordedTurn,
+    RecordFile,
+    Recordings,
+)
 from common.config.actor import ActorSection, ContextKind
 from common.config.horizon import HorizonUnit
 from common.wire.messages import EpisodeKind, HubPlace, Lease, Trajectory
@@ -446,6 +455,27 @@ def test_full_disk_ends_the_record_and_not_the_episode(hub: Served, tmp_path: Pa
     assert played.num_turns == HORIZON
     assert engine.num_turns == HORIZON  # It continues from memory.
     assert caplog.text.count("episode is not recorded") == 1
+
+
+def test_events_after_a_full_disk_follow_those_of_the_file(tmp_path: Path) -> None:
+    events = EpisodeEvents(head={})
+    file = RecordFile(tmp_path / f"a{TURNS}", events)
+    result = HubStepResult(
+        observation="seen", reward=0.0, done=False, is_valid=True, is_success=False
+    )
+    for number in range(5):
+        events.add_turn(RecordedTurn.of("", Turn([number], [-0.5], [3])))
+        events.add_step(str(number), result)
+        if number == 3:
+            file.close()  # As a failed write does.
+        file.append(events)
+    assert len(events.steps) == len(events.turns) == 2
+    assert file.restore(events)
+    assert [(step.action, step.num_turns) for step in events.steps] == [
+        (str(number), number + 1) for number in range(5)
+    ]
+    assert [turn.taken.token_ids for turn in events.turns] == [[number] for number in range(5)]
+    assert events.num_steps == events.num_turns == 5
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"")])
