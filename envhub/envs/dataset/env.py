@@ -340,10 +340,9 @@ def load_task(section: EnvsSection) -> Task:
     rewards = load_rewards(options, run_dir=section.run_dir)
     step = load_function("data.step", options.step) if options.step else None
     train = dataset.splits["train"]
-    tools, tools_column = read_tools(options, train.records, name=train.name)
-    for held_out in (dataset.splits["test"], dataset.splits["validation"]):
-        if tools_column and held_out.records is not train.records:
-            read_tools(options, held_out.records, name=held_out.name)
+    held_out = [dataset.splits["test"], dataset.splits["validation"]]
+    splits = [train, *(each for each in held_out if each.records is not train.records)]
+    tools, tools_column = read_tools(options, [(each.name, each.records) for each in splits])
     question = dataset.question("train", 0)
     messages = [*question.messages, {"role": "assistant", "content": ""}]
     offered = offered_keywords(train.record(0), question, messages, {}, "", None)

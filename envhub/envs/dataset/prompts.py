@@ -288,19 +288,20 @@ def render(key: str, template: Template, shown: Mapping[str, Any], place: str) -
 
 
 def read_tools(
-    options: DatasetOptions, records: Sequence[Record], *, name: str
+    options: DatasetOptions, files: Sequence[tuple[str, Sequence[Record]]]
 ) -> tuple[list[dict[str, Any]], str]:
     """Return the tools as {"name", "description", "parameters"}, and a column of the records.
 
     With a column, each record has its own tools. Without it, all have the returned ones.
 
     Args:
-        name: the file of the records, for error messages.
+        files: name and records of each file, the training records first.
 
     Raises: ConfigError: the tools of a record are malformed.
     """
     setting = options.tools
     where = f"data.tools={setting}"
+    _, records = files[0]
     if not setting:
         if _looks_like_tools(records[0].get("tools")):
             logger.warning("dataset: tools of the records are not used; set data.tools=tools")
@@ -317,11 +318,11 @@ def read_tools(
         if value_at(records[0], setting) is None:
             raise ConfigError(_no_column("data.tools", setting, records[0]))
         raise ConfigError(f"{where}: expects a list of tools; no record has one")
-    values = [value_at(record, setting) for record in records]
-    if all(value == first for value in values):
+    if all(value_at(record, setting) == first for _, each in files for record in each):
         return tools_of(first, where), ""
-    for number, value in enumerate(values, 1):
-        tools_of(value or [], f"{where}: record {number} of {name}")
+    for name, each in files:
+        for number, record in enumerate(each, 1):
+            tools_of(value_at(record, setting) or [], f"{where}: record {number} of {name}")
     return [], setting
 
 

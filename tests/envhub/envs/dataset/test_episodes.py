@@ -160,6 +160,24 @@ def test_records_have_tools_of_their_own(tmp_path: Path) -> None:
     assert played(options, call).observation == "7"
 
 
+def test_held_out_records_have_tools_of_their_own(tmp_path: Path) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps({**GSM8K[0], "tools": [tool("look")]}), encoding="utf-8")
+    records = [{**each, "tools": TOOLS} for each in GSM8K]
+    options = make(tmp_path, records, tools="tools", step="tool_step", eval=str(held_out))
+    spec = make_spec(options)
+    assert spec.tools == ()
+
+    async def tools_of(item_id: str) -> list[str]:
+        env = spec.make(Style.COMPACT)
+        assert isinstance(env, DatasetEnv)
+        await env.reset(item_id, 0)
+        return [each["name"] for each in env.item_tools()]
+
+    assert run(tools_of("data-train-0")) == ["add", "submit"]
+    assert run(tools_of("data-test-0")) == ["look", "submit"]
+
+
 def test_call_of_a_tool_may_be_the_answer(tmp_path: Path) -> None:
     records = [{**each, "tools": TOOLS, "answer": "add"} for each in GSM8K]
     options = make(tmp_path, records, tools="tools", reward="user:called")
