@@ -33,6 +33,7 @@ from vllm.entrypoints.openai.models import api_router as models_api
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.openai.responses import api_router as responses_api
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
@@ -48,9 +49,12 @@ from vllm.tool_parsers.abstract_tool_parser import ToolParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineGenerateError
 
+from actor.agents.responses_api import HARMLESS as RESPONSES_HARMLESS
+from actor.agents.responses_api import IGNORED as RESPONSES_IGNORED
+from actor.agents.responses_api import RESPONSES_API
 from actor.api.chat_api import CHAT, CHAT_API, CHAT_IGNORED
 from actor.api.prompts import encode_messages, matched
-from actor.api.requests import ApiError, arguments_text, check_fields
+from actor.api.requests import Api, ApiError, arguments_text, check_fields, with_system
 from actor.engine.engine import Engine
 from actor.formats.renderer import Renderer
 from common.formats.calls import CallForm
@@ -86,13 +90,20 @@ class ServedModel(OpenAIServingModels):
         return True
 
 
-def check_unknown(request: ChatCompletionRequest | CompletionRequest) -> None:
+def check_unknown(
+    request: ChatCompletionRequest | CompletionRequest | ResponsesRequest,
+    harmless: dict[str, tuple[Any, ...]] = CHAT,
+    ignored: dict[str, str] = CHAT_IGNORED,
+) -> None:
     """Check the fields that vLLM does not know, by the rules of agents' requests.
+
+    Args:
+        harmless, ignored: as in `check_fields`.
 
     Raises: VLLMValidationError: a field would change the answer, or no API has it.
     """
     try:
-        check_fields(dict(request.model_extra or {}), set(), CHAT, CHAT_IGNORED)
+        check_fields(dict(request.model_extra or {}), set(), harmless, ignored)
     except ApiError as error:
         raise VLLMValidationError(error.message, parameter=error.param) from error
 
@@ -107,18 +118,51 @@ class PolicyRenderer(OnlineRenderer):
     ) -> Any:
         """Return vLLM's conversation and prompts, with the policy's own token ids."""
         check_unknown(request)
-        why = self.policy.calls
-        if request.tools and request.tool_choice != "none" and isinstance(why, str):
-            raise VLLMValidationError(f"tools: {why}", parameter="tools")
-        if not request.ignore_eos:
-            ends = [*(request.stop_token_ids or []), *self.policy.end_of_turn_ids]
-            request.stop_token_ids = list(dict.fromkeys(ends))
+        self._prepare(request)
         rendered: Any = await super().render_chat(request, skip_mm_cache=skip_mm_cache)
         if not isinstance(rendered, ErrorResponse) and self._is_plain(request):
             prompt: dict[str, Any] = rendered[1][0]
             prompt["prompt_token_ids"] = self._encode(request)
             prompt.pop("prompt", None)
         return rendered
+
+    async def render_responses(
+        self,
+        request: ResponsesRequest,
+        *,
+        previous_messages: Any = None,
+        previous_response_outputs: Any = None,
+        **options: Any,
+    ) -> Any:
+        """Return vLLM's messages and prompt of OpenAI's API of responses, with our token ids."""
+        check_unknown(request, RESPONSES_HARMLESS, RESPONSES_IGNORED)
+        self._prepare(request)
+        rendered: Any = await super().render_responses(
+            request,
+            previous_messages=previous_messages,
+            previous_response_outputs=previous_response_outputs,
+            **options,
+        )
+        has_more = previous_messages or previous_response_outputs or request.chat_template_kwargs
+        if isinstance(rendered, ErrorResponse) or self.use_harmony or has_more:
+            return rendered
+        if rendered.messages[-1]["role"] == "assistant":  # A prefilled answer.
+            return rendered
+        body = request.model_dump(include={"input", "instructions", "tools"}, exclude_none=True)
+        if request.tool_choice == "none":
+            body["tool_choice"] = "none"
+        rendered.engine_input["prompt_token_ids"] = self._tokens(RESPONSES_API, body)
+        rendered.engine_input.pop("prompt", None)
+        return rendered
+
+    def _prepare(self, request: ChatCompletionRequest | ResponsesRequest) -> None:
+        """End an answer as an episode's turn ends. Raises: VLLMValidationError: no tools here."""
+        why = self.policy.calls
+        if request.tools and request.tool_choice != "none" and isinstance(why, str):
+            raise VLLMValidationError(f"tools: {why}", parameter="tools")
+        if not request.ignore_eos:
+            ends = [*(request.stop_token_ids or []), *self.policy.end_of_turn_ids]
+            request.stop_token_ids = list(dict.fromkeys(ends))
 
     async def render_completion(self, request: CompletionRequest, **options: Any) -> Any:
         """Return vLLM's prompts of a completion."""
@@ -138,8 +182,12 @@ class PolicyRenderer(OnlineRenderer):
         body = request.model_dump(include={"messages", "tools"}, exclude_none=True)
         if request.tool_choice == "none":
             body["tool_choice"] = "none"
+        return self._tokens(CHAT_API, body)
+
+    def _tokens(self, api: Api, body: dict[str, Any]) -> list[int]:
+        """Return the token ids of the prompt of a request. Raises: VLLMValidationError."""
         try:
-            asked = matched(CHAT_API.read(body))
+            asked = matched(with_system(api.read(body), []))
             return encode_messages(self.policy, asked.messages, tools=asked.tools)
         except ApiError as error:
             raise VLLMValidationError(error.message, parameter=error.param) from error
