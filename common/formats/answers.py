@@ -125,10 +125,13 @@ def sent(calls: Sequence[Call], names: Sequence[str], *, has_one: bool) -> str |
     return (valid_text(action.strip()) or None) if isinstance(action, str) else None
 
 
-def read_any(kind: AgentFormat, answer: str) -> str:
+def read_any(kind: AgentFormat, answer: str, *, has_own_tools: bool = False) -> str:
     """Return the action of an answer for any chat template, "" for none.
 
     An environment that parses `Action:` itself received the whole answer instead.
+
+    Args:
+        has_own_tools: no call is that of a single tool that stands for the environment.
     """
     if kind is AgentFormat.PLAIN:
         return answer
@@ -137,5 +140,5 @@ def read_any(kind: AgentFormat, answer: str) -> str:
     readings = [form.read(answer)[1] for form in ANY_FORM]
     calls = max(readings, key=len)  # A form that cannot parse the answer finds no calls.
     names = [name for name, _ in calls]
-    has_one = any(given.keys() == {ARGUMENT} for _, given in calls)
+    has_one = not has_own_tools and any(given.keys() == {ARGUMENT} for _, given in calls)
     return sent(calls, names, has_one=has_one) or ""

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import yaml
 
+from actor.rollout.episode import action_number
+from common.config.actor import AgentFormat
 from common.errors import ConfigError, WireError
 from common.formats.scripted import chars_of
 from common.store.run_dir import RunDir
@@ -28,7 +30,7 @@ from tests.marks import long_for
 from tests.tools.dashboard.runs import TOKENIZER, append, episode, make_run
 from tools.dashboard.reading.index_cache import MIN_ROWS
 from tools.dashboard.reading.rows import find, page
-from tools.dashboard.reading.run_source import RunSource, group_advantages
+from tools.dashboard.reading.run_source import RunSource, _action_of, group_advantages
 from tools.dashboard.reading.sources import ConversationFile, Sources, find_run, open_source
 from tools.dashboard.web.views import overview
 
@@ -157,6 +159,25 @@ def test_advantage_equals_the_learner_value() -> None:
                 tensor(rewards), baseline=baseline, normalize_std=normalize
             )
             assert ours == pytest.approx(theirs.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer", "sent"),
+    [
+        (AgentFormat.PLAIN, "<think>Why? Action: b</think>\n\ngo left", "go left"),
+        (AgentFormat.REACT, "Action: b?</think>\n\nAction: a", "a"),
+        (AgentFormat.REACT, "no action", ""),
+        (
+            AgentFormat.FUNCTION_CALL,
+            '{"name": "press", "arguments": {"action": "a"}}',
+            '{"tool": "press", "arguments": {"action": "a"}}',
+        ),
+        (AgentFormat.FUNCTION_CALL, '{"name": "maze", "arguments": {"action": "a"}}', "a"),
+        (AgentFormat.FUNCTION_CALL, "It is 7.", "It is 7."),
+    ],
+)
+def test_replayed_action_is_that_of_the_episode(kind: AgentFormat, answer: str, sent: str) -> None:
+    assert _action_of(answer, format=kind, number=action_number(sent)) == sent
 
 
 def test_advantage_is_shown_only_where_the_rewards_determine_it(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from actor.formats.thoughts import ThoughtForm
 from actor.rollout.episode import action_number
 from common import segments
 from common.config.actor import AgentFormat
@@ -585,16 +586,20 @@ def recorded_of(
 
 
 def _action_of(answer: str, *, format: AgentFormat, number: int | None) -> str:
-    """Return the action of an answer.
+    """Return the action of an answer: the reading with the recorded hash, or the usual one.
 
-    With tools of the environment, the text of an answer without a call was the action.
+    The answer may have thoughts, which the environment did not receive. With tools of the
+    environment, the text of an answer without a call was the action.
 
     Args:
         number: recorded hash of the action; None: not recorded.
     """
-    action = read_any(format, answer)
-    is_text = format is AgentFormat.FUNCTION_CALL and not action
-    return answer if is_text and action_number(answer) == number else action
+    usual = read_any(format, answer)
+    for text in (answer, ThoughtForm().text(answer).strip()):
+        for action in (read_any(format, text), read_any(format, text, has_own_tools=True), text):
+            if action_number(action) == number:
+                return action
+    return usual
 
 
 def _tokens_by_turn(t: Trajectory) -> list[np.ndarray]:
