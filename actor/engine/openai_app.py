@@ -143,7 +143,8 @@ class PolicyRenderer(OnlineRenderer):
             previous_response_outputs=previous_response_outputs,
             **options,
         )
-        has_more = previous_messages or previous_response_outputs or request.chat_template_kwargs
+        own = request.chat_template_kwargs or request.previous_input_messages
+        has_more = previous_messages or previous_response_outputs or own
         if isinstance(rendered, ErrorResponse) or self.use_harmony or has_more:
             return rendered
         if rendered.messages[-1]["role"] == "assistant":  # A prefilled answer.
