@@ -319,7 +319,9 @@ class Trainer:
         self._count_bad(updates, batch)
         self.digests = self._digester.finish(f"{decision} {self._controller.state_dict()}")
         vanished = self._updates.vanished.share(lr=self._updates.optimizer.lr)
-        metrics = self._metrics(batch, updates, decision, time.perf_counter() - started_s)
+        num_parts = len(parts) // self._cfg.ppo_epochs
+        step_s = time.perf_counter() - started_s
+        metrics = self._metrics(batch, updates, decision, num_parts=num_parts, step_s=step_s)
         if any(update.is_good for update in updates):
             metrics["train/vanished_update_frac"] = vanished
         answered |= {f"offpolicy/{name}": value for name, value in overlap._asdict().items()}
@@ -348,16 +350,22 @@ class Trainer:
         )
 
     def _metrics(
-        self, batch: ScoredBatch, updates: list[Update], decision: Decision, step_s: float
+        self,
+        batch: ScoredBatch,
+        updates: list[Update],
+        decision: Decision,
+        *,
+        num_parts: int,
+        step_s: float,
     ) -> dict[str, float]:
-        """Return the metrics of a step."""
+        """Return the metrics of a step with `num_parts` minibatches in each epoch."""
         metrics = mean_metrics(updates)
         if COMPUTED_METRIC in metrics:
-            metrics[COMPUTED_METRIC] *= self._cfg.num_minibatches
+            metrics[COMPUTED_METRIC] *= num_parts
         seen = (self._gradients.before(batch), self._gradients.known(batch))
         metrics |= offpolicy_metrics(batch.samples, *seen, batch.version)
         metrics |= volume_metrics(batch.samples, step_s)
-        metrics |= self._speed_metrics(batch, len(updates), step_s)
+        metrics |= self._speed_metrics(batch, len(updates) / num_parts, step_s)
         if self.routing is not None:
             metrics |= routing_metrics(batch.samples)
         if self._gradients.passes.experts is not None:
@@ -374,7 +382,7 @@ class Trainer:
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
     def _speed_metrics(
-        self, batch: ScoredBatch, num_updates: int, step_s: float
+        self, batch: ScoredBatch, num_epochs: float, step_s: float
     ) -> dict[str, float]:
         """Return tokens per second of a device, and the share of its matrix rate that was used.
 
@@ -387,7 +395,6 @@ class Trainer:
         if self._matrix_rate:
             forest = forest_of(rows)
             num_scored = forest.num_scored(rows)
-            num_epochs = num_updates / self._cfg.num_minibatches
             flops = num_epochs * step_flops(self._model, lengths, num_scored, forest.shared)
             rate = flops / step_s / self._ranks.size
             if rate > self._matrix_rate:  # Other programs had slowed the measurement down.

@@ -69,6 +69,20 @@ def test_used_share_counts_common_tokens_once() -> None:
     assert metrics["perf/mfu"] * rate * metrics["train/step_s"] == pytest.approx(flops)
 
 
+@pytest.mark.parametrize("num_minibatches", [1, 4, 100])
+def test_tokens_and_operations_of_an_epoch_do_not_depend_on_its_division(
+    num_minibatches: int,
+) -> None:
+    trainer = make_trainer(num_minibatches=num_minibatches)
+    trainer._matrix_rate = 1e15
+    samples = make_samples()  # Six trajectories of 3 groups.
+    lengths = [len(sample.trajectory.token_ids) for sample in samples]
+    flops = step_flops(make_model(), lengths, sum(each.num_sampled_tokens for each in samples))
+    metrics = trainer.train_on(samples, version=0).metrics
+    assert metrics["perf/mfu"] * 1e15 * metrics["train/step_s"] == pytest.approx(flops)
+    assert metrics["train/num_computed_tokens"] == pytest.approx(sum(lengths))
+
+
 @pytest.mark.slow
 def test_rate_that_a_step_exceeds_is_measured_again() -> None:
     trainer = make_trainer()
