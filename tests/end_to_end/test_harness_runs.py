@@ -27,13 +27,20 @@ from tests.end_to_end.runs import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 MAX_TOKENS = 40_000  # The first prompts of codex and opencode have above 10,000 tokens.
-NUM_STEPS = 2
+NUM_STEPS = 3  # One task in each step.
 GROUP_SIZE = 2
 MAX_NOISE = 1e-3  # Nats between the learner and the engine at the same version.
 RUN_S = 1500.0
 MARKS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 SAMPLED = re.compile(r"sampled request=(\S+):\d+:\d+ num=(\d+) crc=([0-9a-f]{8})")
-REWARD = """
+OWN = """
+import itertools
+numbers = itertools.count()
+
+def in_turn(draw, cfg):
+    "All tasks, one after another."
+    return draw.tasks[0].name, next(numbers) % draw.tasks[0].num_items
+
 def rank(completion_ids):
     "The mean token id of the answers of an episode, by the size of the vocabulary."
     return [sum(ids) / len(ids) / 4096 for ids in completion_ids]
@@ -112,10 +119,12 @@ def sampled_by_engine(root: Path) -> dict[str, Counter[tuple[int, str]]]:
 
 
 @pytest.mark.parametrize("name", HARNESSES)
-def test_policy_is_trained_behind_each_harness(name: str, policy: Path, tmp_path: Path) -> None:
+def test_random_policy_is_trained_behind_each_harness(
+    name: str, policy: Path, tmp_path: Path
+) -> None:
     install_or_skip(name)
-    reward = tmp_path / "own.py"
-    reward.write_text(REWARD, encoding="utf-8")
+    own = tmp_path / "own.py"
+    own.write_text(OWN, encoding="utf-8")
     settings = (
         f"model.path={policy}",
         f"actor.agent=[{name}]",
@@ -129,7 +138,8 @@ def test_policy_is_trained_behind_each_harness(name: str, policy: Path, tmp_path
         f"train.num_steps={NUM_STEPS}",
         f"groups.size={GROUP_SIZE}",
         "groups.per_step=1",
-        f"groups.reward={reward}:rank",
+        f"curriculum.kind={own}:in_turn",
+        f"groups.reward={own}:rank",
         "log.level=DEBUG",
         f"run.stall_s={RUN_S}",  # Long rows on a busy machine.
     )
@@ -145,6 +155,7 @@ def test_policy_is_trained_behind_each_harness(name: str, policy: Path, tmp_path
     checksums = [step for step in steps if "digests" in step]
     assert (ledger["failed"], ledger["lost"]) == (0, 0), log[-3_000:]
     assert ledger["trained"] == NUM_STEPS * GROUP_SIZE
+    assert len({each.item_id for each in episodes.values()}) >= NUM_STEPS
     for episode_id, episode in episodes.items():
         assert episode.end_reason is EndReason.DONE, episode.error
         assert answers_of(episode) == sampled[episode_id]

@@ -277,7 +277,7 @@ def install_or_skip(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "task"), [(name, task) for name in HARNESSES for task in tasks_of(name)]
 )
-def test_scripted_policy_solves_tasks_through_each_harness(name: str, task: str) -> None:
+def test_scripted_policy_solves_three_tasks_through_each_harness(name: str, task: str) -> None:
     install_or_skip(name)
     folders = sorted(each.name for each in SHIPPED.iterdir())
     instruction = next((SHIPPED / task).glob("instruction.md"), SHIPPED / task / "task.yaml")
