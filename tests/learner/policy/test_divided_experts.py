@@ -40,6 +40,7 @@ LENGTHS = (40, 9, 31, 22, 14, 27)
 ATTENTION = LoraSection(rank=4, targets=["q_proj", "o_proj"])
 EXPERTS = LoraSection(rank=4, targets=["q_proj", "experts"])
 BF16 = {"precision": Precision.BF16}
+FP16 = {"precision": Precision.FP16}
 RECOMPUTED = {"activations": Activations.RECOMPUTE, "mlp_chunk_tokens": 8}
 ROWS = {"sequence_ranks": 2, "max_tokens_per_microbatch": 256}  # The auxiliary loss is by block.
 
@@ -63,8 +64,8 @@ class Case:
     is_saved: bool = False  # Also publish, save and resume.
 
     @property
-    def is_bf16(self) -> bool:
-        return self.learner.get("precision") is Precision.BF16
+    def is_16_bit(self) -> bool:
+        return "precision" in self.learner
 
 
 # Cases by the number of ranks.
@@ -78,6 +79,7 @@ CASES = {
         "idle experts": Case("qwen3_moe", replay="few"),
         "divided rows": Case("qwen3_moe", aux=0.1, learner=ROWS),
         "bf16": Case("gpt_oss", replay="random", learner=BF16, is_saved=True),
+        "fp16": Case("gpt_oss", replay="random", learner=FP16, is_saved=True),
         "adapted experts in bf16": Case(
             "qwen3_moe", replay="random", learner=BF16 | {"lora": EXPERTS}, is_saved=True
         ),
@@ -238,7 +240,7 @@ def _be_rank(rank: int, folder: Path, size: int) -> None:
             saved = folder / f"{name}.state" if case.is_saved else None
             life = lived(case, folder / case.kind, size, ranks, saved)
             torch.save(life, folder / f"{name}.{rank}.pt")
-            if case.is_bf16 and "lora" not in case.learner:
+            if case.is_16_bit and "lora" not in case.learner:
                 gathered = replace(case, expert_ranks=1)
                 life = lived(gathered, folder / case.kind, size, Ranks(mesh))
                 torch.save(life, folder / f"{name}.gathered.{rank}.pt")
@@ -276,7 +278,7 @@ def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def lives(together: tuple[int, Path]) -> Iterator[tuple[str, Life, Life]]:
     """Yield the name of a case in fp32, and its lives: alone, and as each of the ranks saw it."""
     size, folder = together
-    exact = {name: case for name, case in CASES[size].items() if not case.is_bf16}
+    exact = {name: case for name, case in CASES[size].items() if not case.is_16_bit}
     for name, case in exact.items():
         alone = lived(case, folder / case.kind, 1)
         for rank in range(size):
@@ -301,8 +303,8 @@ def test_ranks_with_divided_experts_train_as_one(together: tuple[int, Path]) -> 
 
 
 @pytest.mark.slow
-def test_divided_experts_in_bf16_train_as_gathered_ones(together: tuple[int, Path]) -> None:
-    """One rank computes under autocast, which rounds at other places than bf16 shards."""
+def test_divided_experts_in_16_bits_train_as_gathered_ones(together: tuple[int, Path]) -> None:
+    """One rank computes under autocast, which rounds at other places than shards in 16 bits."""
     size, folder = together
     for name in (name for name in CASES[size] if (folder / f"{name}.gathered.0.pt").exists()):
         both, gathered = (
@@ -358,4 +360,4 @@ def test_divided_experts_are_published_and_resumed_as_whole_ones(
             assert torch.equal(each, life.published[key]), (name, key)
         after = trainer.train_on(samples_of(case, trainer), version=NUM_STEPS).metrics
         norm = life.after["train/grad_norm"]
-        assert case.is_bf16 or after["train/grad_norm"] == pytest.approx(norm, rel=1e-4), name
+        assert case.is_16_bit or after["train/grad_norm"] == pytest.approx(norm, rel=1e-4), name
