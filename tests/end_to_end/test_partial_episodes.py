@@ -74,12 +74,11 @@ def test_parts_are_trained_once_when_the_learner_is_killed(tmp_path: Path) -> No
 
 def test_parts_are_trained_once_when_the_actor_is_killed(tmp_path: Path) -> None:
     with Run(tmp_path, *OVERRIDES) as run:
-        run.wait_until(lambda: bool(running(run) & early_parts(run).keys()))
+        run.wait_until(lambda: bool(running(run).keys() & early_parts(run).keys()))
         os.kill(run.role_pid("actor"), signal.SIGKILL)
-        before = early_parts(run)
-        killed = running(run) & before.keys()
-        assert killed
-        run.wait_until(lambda: any(early_parts(run)[each] != before[each] for each in killed))
+        killed = running(run)
+        assert killed.keys() & early_parts(run).keys()
+        run.wait_until(lambda: bool(continued(run, killed)))
         run.process.send_signal(signal.SIGTERM)
         run.wait(timeout_s=120)
     trained = Counter(trained_tokens(run))
@@ -88,6 +87,20 @@ def test_parts_are_trained_once_when_the_actor_is_killed(tmp_path: Path) -> None
     for parts in early_parts(run).values():
         for part, later in pairwise(parts):
             assert later.first_turn >= part.end_turn  # The episode did not begin anew.
+
+
+def continued(run: Run, killed: dict[str, int]) -> list[PartName]:
+    """Return the early parts of killed episodes with turns of the next actor.
+
+    Args:
+        killed: turns that the killed actor recorded, by episode.
+    """
+    return [
+        later
+        for name, parts in early_parts(run).items()
+        for part, later in pairwise(parts)
+        if name in killed and part.end_turn <= killed[name] < later.end_turn
+    ]
 
 
 def early_parts(run: Run) -> dict[str, list[PartName]]:
@@ -101,15 +114,15 @@ def early_parts(run: Run) -> dict[str, list[PartName]]:
     return parts
 
 
-def running(run: Run) -> set[str]:
-    """Return the recorded episodes in the first half of their turns."""
-    names: set[str] = set()
+def running(run: Run) -> dict[str, int]:
+    """Return the recorded turns of the episodes in the first half of their turns."""
+    num_turns: dict[str, int] = {}
     for path in (run.root / "episodes").glob(f"*{TURNS}"):
         with suppress(FileNotFoundError):  # The episode was acknowledged meanwhile.
             events = read_events(path)
             if events is not None and not events.is_over and events.num_steps < NUM_TURNS / 2:
-                names.add(events.head["episode_id"])
-    return names
+                num_turns[events.head["episode_id"]] = events.num_steps
+    return num_turns
 
 
 def num_early(run: Run) -> int:
