@@ -32,6 +32,7 @@ from learner.policy.quantised_base import NF4, dequantise, quantise, quantised_l
 from learner.training.build import load_start, make_trainer
 from learner.training.checkpoint import Checkpoints
 from tests.learner.builders import VOCAB, make_samples, tensors_of
+from tests.pretrained import make_smollm2
 from tools.checks.memory_plan import make_plan
 from tools.dequantise.models import plain_models
 from tools.dequantise.record import read_record
@@ -100,6 +101,11 @@ def config(folder: Path, base: BaseFormat, **learner: Any) -> RunConfig:
     network = Qwen3ForCausalLM(shape)
     network.save_pretrained(folder / "policy")
     AutoTokenizer.from_pretrained(ROOT / "configs/policies/tiny").save_pretrained(folder / "policy")
+    return config_of(folder / "policy", folder / "cache", base, **learner)
+
+
+def config_of(policy: Path, cache: Path, base: BaseFormat, **learner: Any) -> RunConfig:
+    """Return a config that trains adapters beside a policy."""
     section = LearnerSection(
         **{
             "device": "cpu",
@@ -111,9 +117,7 @@ def config(folder: Path, base: BaseFormat, **learner: Any) -> RunConfig:
             **learner,
         }
     )
-    model = ModelSection(
-        path=str(folder / "policy"), dtype="float32", base=base, cache_folder=str(folder / "cache")
-    )
+    model = ModelSection(path=str(policy), dtype="float32", base=base, cache_folder=str(cache))
     return plain_models(RunConfig(model=model, learner=section))
 
 
@@ -152,6 +156,31 @@ def test_training_equals_that_beside_the_dequantised_base(
     for a, b in zip(trained(model), trained(expected), strict=True):
         assert (a - b).abs().max() <= 1e-6
     assert metrics[0]["train/grad_norm"] == pytest.approx(of_plain[0]["train/grad_norm"], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_smollm2(tmp_path_factory.mktemp("smollm2"))
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("base", FORMATS)
+def test_pretrained_base_trains_as_the_dequantised_one(
+    base: BaseFormat, smollm2: Path, tmp_path: Path
+) -> None:
+    cfg = config_of(smollm2, tmp_path / "cache", base, lr=1e-4)
+    plain = replace(cfg, model=replace(cfg.model, base=BaseFormat.FULL))
+    _, expected, of_plain = steps(plain)
+    adapters = [each.detach().clone() for each in trained(expected)]
+    _, model, metrics = steps(cfg)
+    assert len(list(quantised_layers(model))) == 210  # Seven in each of 30 layers.
+    for a, b in zip(trained(model), adapters, strict=True):
+        assert (a - b).abs().max() <= 1e-6
+    for of_base, of_weights in zip(metrics, of_plain, strict=True):
+        assert of_base["train/grad_norm"] > 0
+        assert of_base["train/grad_norm"] == pytest.approx(of_weights["train/grad_norm"], rel=1e-5)
 
 
 def test_graph_keeps_no_dequantised_weight(tmp_path: Path) -> None:
