@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -28,6 +29,10 @@ GIB = 1 << 30
 COMPILER_PACKAGES = "g++ and Python's headers (Debian, Ubuntu: apt-get install g++ python3-dev)"
 NUMA = "libnuma.so.1"  # vLLM's kernels for the CPU are linked to it.
 NUMA_PACKAGE = "libnuma (Debian, Ubuntu: apt-get install libnuma1)"
+FOREIGN_TORCHVISION = (
+    "torchvision is of another build than torch, and no run needs it; remove it: python -m pip"
+    " uninstall torchvision torchaudio torchcodec (uv: uv pip uninstall, then uv run --no-sync)"
+)
 _TIMEOUT_S = 20.0
 _COMPILER_TIMEOUT_S = 60.0  # A busy machine needs ten seconds and more.
 MEMINFO = Path("/proc/meminfo")
@@ -297,6 +302,21 @@ def library_problem(name: str = NUMA) -> str:
     except OSError as error:
         return str(error)
     return ""
+
+
+def torchvision_problem() -> str:
+    """Return why the installed torchvision does not fit torch's build for CPUs; "" if it does.
+
+    transformers imports torchvision, which fails without the operators of its own build.
+    """
+    torch = version("torch")
+    try:
+        torchvision = version("torchvision")
+    except PackageNotFoundError:
+        return ""
+    if not torch.endswith("+cpu") or torchvision.endswith("+cpu"):
+        return ""
+    return f"torch {torch} with torchvision {torchvision}"
 
 
 def check_compiler(what: str) -> None:

@@ -206,7 +206,13 @@ def _examine_port() -> Check:
 
 def examine_machine() -> list[Check]:
     """Return the checks of the machine, without environments and configuration."""
-    checks = [*_examine_versions(), _examine_compiler(), _examine_numa(), *_examine_cpu()]
+    checks = [
+        *_examine_versions(),
+        *_examine_torchvision(),
+        _examine_compiler(),
+        _examine_numa(),
+        *_examine_cpu(),
+    ]
     checks += [_examine_memory(), _examine_disk()]
     names = list_configs()
     checks.append(Check(what="configs", result=", ".join(names) or "none", remedy=""))
@@ -272,6 +278,13 @@ def _compare_version(name: str, version: str, wanted: str) -> Check:
     remedy = "" if is_same else "the tests ran with the pinned version; `make setup` installs it"
     result = f"{version} (pinned: {wanted})"
     return Check(what=name, result=result, remedy=remedy, is_optional=True)
+
+
+def _examine_torchvision() -> list[Check]:
+    """Return the check of a torchvision that does not fit torch."""
+    problem = machine.torchvision_problem()
+    remedy = machine.FOREIGN_TORCHVISION
+    return [Check(what="torchvision", result=problem, remedy=remedy)] if problem else []
 
 
 def _examine_compiler() -> Check:

@@ -23,7 +23,16 @@ from common.errors import ConfigError
 from common.formats.answers import check_tools
 from common.formats.chat_template import template_at
 from common.host.loopback import loopback
-from common.host.machine import GIB, NUMA_PACKAGE, check_compiler, gpus, has_cuda, library_problem
+from common.host.machine import (
+    FOREIGN_TORCHVISION,
+    GIB,
+    NUMA_PACKAGE,
+    check_compiler,
+    gpus,
+    has_cuda,
+    library_problem,
+    torchvision_problem,
+)
 from common.host.process_settings import check_caches
 from common.host.temporary import check_temporary_room
 from common.repository import ROOT
@@ -252,13 +261,15 @@ def check_engine() -> None:
     """Check that vLLM can start on this machine.
 
     Raises: ConfigError: the system is not Linux, vLLM is built for another device, or there is
-        neither a GPU nor the C++ compiler for CPU kernels.
+        neither a GPU nor the C++ compiler for CPU kernels, or torchvision does not fit torch.
     """
     if platform.system() != "Linux":
         raise ConfigError(f"the engine (vLLM) needs Linux; this system is {platform.system()}")
     check_temporary_room()
     check_caches()
     check_build(engine_build(), on_gpu=has_cuda())
+    if problem := torchvision_problem():
+        raise ConfigError(f"{problem}; {FOREIGN_TORCHVISION}")
     if not has_cuda():
         check_compiler("the engine (vLLM on a CPU)")
         if problem := library_problem():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from common.config.load import load_received, override_value
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, EnvError, NotStarted, PeerMissing
+from common.host.machine import FOREIGN_TORCHVISION
 from common.log import configure_logging
 from common.repository import ROOT
 from common.store.run_dir import RunDir
@@ -36,10 +37,6 @@ OF_THE_MACHINE = (
 # The installed libraries, or code of the user, do not fit the product.
 OF_THE_CODE = (TypeError, AttributeError, NameError, NotImplementedError)
 MAX_LINE_CHARS = 1_000
-FOREIGN_TORCHVISION = (
-    "torchvision is of another build than torch, and no run needs it; remove it: python -m pip"
-    " uninstall torchvision torchaudio torchcodec (uv: uv pip uninstall, then uv run --no-sync)"
-)
 
 
 class StartGuard:

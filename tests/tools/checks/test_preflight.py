@@ -12,13 +12,14 @@ from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.host.lock import hold_run
-from common.host.machine import compiler_problem, has_cuda, library_problem
+from common.host.machine import compiler_problem, has_cuda, library_problem, torchvision_problem
 from learner.policy.model_shape import read_shape, weight_files
 from tests.tools.checks.models import write_model
 from tools.checks.preflight import (
     check,
     check_build,
     check_devices,
+    check_engine,
     check_model,
     engine_build,
     on_this_machine,
@@ -59,6 +60,33 @@ def test_engine_is_built_for_the_device_of_the_machine() -> None:
         check_build("0.32.0+cpu", on_gpu=True)
     check_build("0.32.0", on_gpu=True)
     check_build("0.32.0+cpu", on_gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("torch", "torchvision", "is_refused"),
+    [
+        ("2.13.0+cpu", "0.28.0", True),
+        ("2.13.0+cpu", "0.28.0+cpu", False),
+        ("2.13.0+cpu", "", False),
+        ("2.13.0", "0.28.0", False),
+    ],
+)
+def test_torchvision_of_another_build_is_refused(
+    torch: str, torchvision: str, is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package, version in (("torch", torch), ("torchvision", torchvision)):
+        folder = tmp_path / f"{package}-{version}.dist-info"
+        folder.mkdir()
+        if version:
+            text = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
+            (folder / "METADATA").write_text(text, encoding="utf-8")
+        else:
+            folder.rmdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert bool(torchvision_problem()) is is_refused
+    if is_refused:
+        with pytest.raises(ConfigError, match="pip uninstall torchvision"):
+            check_engine()
 
 
 @pytest.mark.skipif(has_cuda(), reason="a GPU's engine takes smaller heads")
