@@ -8,6 +8,7 @@ reward over the group gives its answers different rewards, and each step changes
 import json
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,11 +25,13 @@ from learner.journal.journal import read_journal
 from tests.actor.agents.test_harnesses import ROOT, install_or_skip
 from tests.actor.agents.test_tool_calls import TOOLS_TEMPLATE
 from tests.end_to_end.runs import Run
+from tests.pretrained import make_smollm2
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 MAX_TOKENS = 40_000  # The first prompts of codex and opencode have above 10,000 tokens.
-NUM_STEPS = 3  # One task in each step.
+NUM_STEPS = 3  # The random policy plays one task in each step.
 GROUP_SIZE = 2
+NOISE = "offpolicy/noise_abs_logprob"
 MAX_NOISE = 1e-3  # Nats between the learner and the engine at the same version.
 RUN_S = 1500.0
 MARKS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
@@ -143,7 +146,28 @@ def test_random_policy_is_trained_behind_each_harness(
         "log.level=DEBUG",
         f"run.stall_s={RUN_S}",  # Long rows on a busy machine.
     )
-    with Run(tmp_path, *settings, config="harness") as run:
+    episodes = check_training(tmp_path, settings, config="harness", group_size=GROUP_SIZE)
+    assert len({each.item_id for each in episodes}) >= NUM_STEPS
+
+
+def test_pretrained_model_is_trained_behind_aider(tmp_path: Path) -> None:
+    install_or_skip("aider")
+    settings = (
+        f"model.path={make_smollm2(tmp_path)}",
+        f"actor.harnesses={ROOT}",
+        f"train.num_steps={NUM_STEPS}",
+        "log.level=DEBUG",
+        f"run.stall_s={RUN_S}",
+    )
+    config = "docs/examples/first-files/train.yaml"
+    check_training(tmp_path, settings, config=config, group_size=4)
+
+
+def check_training(
+    folder: Path, settings: Sequence[str], *, config: str, group_size: int
+) -> list[Trajectory]:
+    """Return the episodes of a run whose steps train each sampled token of a group once."""
+    with Run(folder, *settings, config=config) as run:
         assert run.wait(timeout_s=RUN_S) == 0, run.output[-3_000:]
         lines = run.metrics()
         ledger = run.read("ledger.json")
@@ -154,8 +178,7 @@ def test_random_policy_is_trained_behind_each_harness(
     steps = [json.loads(line) for line in text.splitlines()]
     checksums = [step for step in steps if "digests" in step]
     assert (ledger["failed"], ledger["lost"]) == (0, 0), log[-3_000:]
-    assert ledger["trained"] == NUM_STEPS * GROUP_SIZE
-    assert len({each.item_id for each in episodes.values()}) >= NUM_STEPS
+    assert ledger["trained"] == NUM_STEPS * group_size
     for episode_id, episode in episodes.items():
         assert episode.end_reason is EndReason.DONE, episode.error
         assert answers_of(episode) == sampled[episode_id]
@@ -163,5 +186,8 @@ def test_random_policy_is_trained_behind_each_harness(
     for line in lines:
         assert line["train/num_updates"] == 1.0
         assert line["train/grad_norm"] > 0.0
-        assert line["offpolicy/noise_abs_logprob"] < MAX_NOISE
+    # A step without tokens of its own version has no noise.
+    noise = [line[NOISE] for line in lines if line["offpolicy/num_same_version_tokens"]]
+    assert 0.0 < max(noise) < MAX_NOISE
     assert len({step["digests"]["weights"] for step in checksums}) == NUM_STEPS
+    return [*episodes.values()]

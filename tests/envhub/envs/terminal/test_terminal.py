@@ -455,6 +455,19 @@ def test_shipped_task_is_solved_only_by_its_solution(number: int) -> None:
     assert (solved.reward, unsolved.is_success) == (1.0, False)
 
 
+@pytest.mark.parametrize("number", range(3))
+def test_example_task_pays_parts_for_wrong_files(number: int) -> None:
+    folder = "docs/examples/first-files/tasks"
+    options = EnvsSection(sandbox=OPTIONS, terminal=TerminalOptions(train=folder))
+    task = load_tasks_of(KEY, folder, has_images=False)[number]
+    name = ("hello.py", "numbers.txt", "page.html")[number]
+    rewards: dict[str, float] = {}
+    for action in (task.solution or "", f"echo x > {name}", "echo x > other", "true"):
+        *_, last = played(options, [action, "submit"], number)
+        rewards[action] = last.reward
+    assert [*rewards.values()] == [1.0, 0.5, 0.2, 0.0]
+
+
 # Programs that the tests of a task run with "$AS_AGENT". The tests have written 0.5 before.
 REWARD = "/logs/verifier/reward.txt"
 ATTACKS = {

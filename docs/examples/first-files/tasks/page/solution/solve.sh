@@ -1,0 +1,2 @@
+#!/bin/bash
+echo '<h1>Welcome</h1>' > page.html
