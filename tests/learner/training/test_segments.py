@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from actor.rollout.episode import action_number
 from common.config.actor import AgentFormat
@@ -28,6 +29,7 @@ from common.config.algorithm import (
     StateCredit,
 )
 from common.config.learner import CriticSection, Timestep
+from common.repository import ROOT
 from common.segments import Aside, as_rows, joined
 from common.wire.codec import decode, encode, pack_record, unpack_record
 from common.wire.messages import EndReason, Trajectory
@@ -343,7 +345,8 @@ def test_imitation_trains_each_segment_and_counts_one_episode(tmp_path: Path) ->
     with closing(JournalWriter(tmp_path / "journal")) as journal:
         journal.append(cut(played(0, 4), 1, 3))
         journal.append(replace(played(1, 2), reward=0.0, is_success=False))
-    rows = read_rows(tmp_path, tokenizer=None, max_tokens=100, key="data")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "configs/policies/tiny")
+    rows = read_rows(tmp_path, tokenizer=tokenizer, max_tokens=100, key="data")
     assert [(len(row.token_ids), int(row.mask.sum())) for row in rows] == [
         (4, 2),
         (12, 4),

@@ -366,8 +366,8 @@ def test_actor_calls_the_tools_of_the_item(tmp_path: Path, kind: AgentFormat) ->
     assert '"a"' not in prompt
     assert "- a:" not in prompt
     assert (own.reward, own.end_reason) == (1.0, EndReason.DONE)
-    # ReAct's reader passes any call to the environment, whose reward compares the name.
-    assert other.reward == (0.0 if kind is AgentFormat.FUNCTION_CALL else 1.0)
+    # The environment gets a call of any tool, and its reward compares the name.
+    assert other.reward == 1.0
 
 
 @pytest.mark.slow
