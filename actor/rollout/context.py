@@ -189,9 +189,9 @@ class Tape:
     def num_in_context(self) -> int:
         return self.num_tokens - self.starts[-1]
 
-    def columns(self) -> dict[str, np.ndarray]:
-        """Return the columns of all segments by name, as in `Trajectory`."""
-        columns: dict[str, np.ndarray] = {}
+    def columns(self) -> dict[str, Any]:
+        """Return the columns of all segments by name: arrays, as in `Trajectory`."""
+        columns: dict[str, Any] = {}
         for name, earlier in self.earlier.items():
             column = getattr(self, name)
             values = b"".join([*map(zlib.decompress, earlier), column.tobytes()])

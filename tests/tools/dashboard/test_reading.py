@@ -6,6 +6,7 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -184,8 +185,8 @@ def test_advantage_is_shown_only_where_the_rewards_determine_it(tmp_path: Path) 
     run_dir = make_run(tmp_path / "a")
     config = yaml.safe_load(run_dir.config.read_text(encoding="utf-8"))
 
-    def shown(**changed: dict[str, object]) -> list[float | None]:
-        settings = {name: config.get(name, {}) | values for name, values in changed.items()}
+    def shown(**changed: Mapping[str, object]) -> list[float | None]:
+        settings = {name: {**config.get(name, {}), **values} for name, values in changed.items()}
         run_dir.config.write_text(yaml.safe_dump(config | settings), encoding="utf-8")
         return [each["advantage"] for each in read(run_dir.root).group("g0000000")["members"]]
 
