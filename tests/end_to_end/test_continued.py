@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,10 @@ OVERRIDES = (
 
 def records(run: Run) -> dict[str, EpisodeEvents]:
     """Return the records of running episodes with some steps, by episode."""
-    paths = list((run.root / "episodes").glob(f"*{TURNS}"))
-    events = [read_events(path) for path in paths]
+    events: list[EpisodeEvents | None] = []
+    for path in (run.root / "episodes").glob(f"*{TURNS}"):
+        with suppress(FileNotFoundError):  # Its episode has just ended.
+            events.append(read_events(path))
     return {
         each.head["episode_id"]: each
         for each in events
