@@ -217,8 +217,8 @@ def _content_at(text: str, *, has_folders: bool = False) -> str:
         if os.path.isfile(path):
             return _digest(path.read_bytes())
         if has_folders and path.is_dir():
-            found = sorted(each for each in path.rglob("*") if each.is_file())
-            return _digest(json.dumps([_stat_of(each, path) for each in found]))
+            files = sorted(each for each in path.rglob("*") if each.is_file())
+            return _digest(json.dumps([_stat_of(each, path) for each in files]))
     return ""
 
 

@@ -467,7 +467,7 @@ def test_events_after_a_full_disk_follow_those_of_the_file(tmp_path: Path) -> No
         events.add_turn(RecordedTurn.of("", Turn([number], [-0.5], [3])))
         events.add_step(str(number), result)
         if number == 3:
-            file.close()  # As a failed write does.
+            file.close()  # A failed write closes it, too.
         file.append(events)
     assert len(events.steps) == len(events.turns) == 2
     assert file.restore(events)

@@ -35,7 +35,7 @@ from tests.learner.builders import make_model, make_model_with_adapters, make_sa
 from tests.learner.experts import make_experts
 from tests.learner.weights.test_exact_learners import make_cfg, same, started
 
-HALF_UNIT = 2.0**-11  # Of fp16, as a share of a number.
+HALF_UNIT = 2.0**-11  # Largest relative error of rounding a number to fp16.
 IDS = [[5, 9, 17, 30, 41, 8, 7, 12, 6, 33, 25, 19], [3, 44, 2, 11, 29, 13, 40]]
 
 
