@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, Request, expect, sync_playwright
+from playwright.sync_api import Page, Request, Route, expect, sync_playwright
 from tokenizers import Tokenizer
 
 from actor.api.chat_endpoints import ChatEndpoint, endpoint_path
@@ -193,6 +193,25 @@ def test_fleet_and_compare_preserve_the_run(page: Page) -> None:
     page.get_by_role("link", name="Compare").click()
     expect(page.locator(".chart canvas").first).to_be_visible()
     expect(page.locator("#run")).to_have_value("a")
+
+
+def test_a_part_of_the_journal_is_no_result(page: Page) -> None:
+    def cut(route: Route) -> None:
+        """The answer while .04 of the journal of a finished run has been read."""
+        answer = route.fetch()
+        view = answer.json()
+        scores = {"success": 0.085, "ci95": [0.05, 0.13], "num": 200, "by_subset": {}}
+        view["evaluations"] = {"before-model": scores}
+        gain = {"success": 0.495, "ci95": [0.42, 0.56], "num_pairs": 200}
+        view.update(indexed=0.04, report={"gain": gain})
+        route.fulfill(response=answer, json=view)
+
+    page.route(re.compile(r"/api/run/a$"), cut)
+    page.goto(page.url.partition("#")[0] + "#fleet?run=a")
+    page.goto(page.url.partition("#")[0] + "#run?run=a")
+    expect(page.get_by_text("those of 4.0% of the journal")).to_be_visible()
+    expect(page.get_by_text("+49.5 points on the same 200 items")).to_be_visible()
+    expect(page.locator(".hero")).to_have_count(0)
 
 
 def test_fleet_shows_restart_reasons_and_stall_reports(page: Page) -> None:

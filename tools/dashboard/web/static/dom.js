@@ -63,6 +63,11 @@ export function short(value, digits = 3) {
   for (const [limit, unit] of units) if (Math.abs(value) >= limit) return `${Number((value / (unit === "k" ? 1e3 : limit)).toPrecision(3))}${unit}`;
   return Number.isInteger(value) ? value.toLocaleString("en") : String(Number(value.toPrecision(digits)));
 }
+export function duration(seconds) {
+  const units = [[172_800, 86_400, "days"], [7_200, 3_600, "h"], [120, 60, "min"]];
+  for (const [limit, size, unit] of units) if (seconds >= limit) return `${short(seconds / size)} ${unit}`;
+  return `${short(seconds, 2)} s`;
+}
 export const cssColor = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 export const COLORS = ["c1", "c3", "c4", "c5", "c6", "c7", "c8", "c2"];
 

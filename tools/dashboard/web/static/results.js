@@ -12,9 +12,11 @@ export function evaluationsCard(found) {
   if (!Object.keys(all).length && !absent.length) return null;
   const ends = ["before-model", "after-model"].map((name) => all[name]).filter((each) => each?.num);
   const gain = report.gain;
+  const isPartial = found.indexed < 1 && gain && (all["after-model"]?.num ?? 0) < gain.num_pairs;
   const verdict = !gain?.ci95 ? "" : gain.ci95[0] > 0 ? "" : gain.ci95[1] < 0 ? " – worse than before training" : " – no significant change";
   return h("section", { class: "card" }, h("h2", {}, "Held-out success ", h("span", { class: "dim small" }, "with 95 % intervals")),
-    ends.length ? h("p", { class: "hero" }, ends.map((each, i) => [i ? h("span", { class: "dim" }, " → ") : null, h("span", { class: i === ends.length - 1 ? null : "dim" }, percent(each.success))])) : h("p", { class: "dim" }, "No held-out evaluation."),
+    isPartial ? h("p", { class: "dim" }, `The rates below are those of ${percent(found.indexed)} of the journal. The rest is being read.`)
+      : ends.length ? h("p", { class: "hero" }, ends.map((each, i) => [i ? h("span", { class: "dim" }, " → ") : null, h("span", { class: i === ends.length - 1 ? null : "dim" }, percent(each.success))])) : h("p", { class: "dim" }, "No held-out evaluation."),
     gain ? h("p", { class: gain.ci95 && gain.ci95[1] < 0 ? "bad" : gain.ci95 && gain.ci95[0] > 0 ? "good" : null }, `${points(gain.success)} points on the same ${counted(gain.num_pairs, "item")}`, gain.ci95 ? ` [${points(gain.ci95[0])}, ${points(gain.ci95[1])}]${verdict}` : null) : null,
     facts(Object.entries(all).map(([name, each]) => [name.replace(/-model$/, "").replace(/[-_]/g, " "), `${interval(each)} of ${each.num}`])),
     failed.length ? h("p", { class: "small dim" }, `Excluded, because they ended with an infrastructure failure: ${failed.map(([name, each]) => `${counted(each.failed, "episode")} of ${name}`).join(", ")}.`) : null,

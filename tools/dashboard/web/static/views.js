@@ -1,5 +1,5 @@
 // The Run, Fleet and Compare views.
-import { h, ask, counted, facts, isReport, notes, percent, short, table, visible, COLORS } from "./dom.js";
+import { h, ask, counted, duration, facts, isReport, notes, percent, short, table, visible, COLORS } from "./dom.js";
 import { chart, bars } from "./charts.js";
 import { cpuCard, droppedCard, endsCard, evaluationsCard, pooledCard, settingsCard, subsetsCard } from "./results.js";
 
@@ -49,14 +49,14 @@ function ledger(found, run, link) {
 
 export async function fleetView({ run }) {
   const found = await ask(api(run, "/fleet"));
-  const age = found.silent_s == null ? "the scheduler has not written its status" : `status written ${short(Math.round(found.silent_s))} s ago`;
+  const age = found.silent_s == null ? "the scheduler has not written its status" : `status written ${duration(Math.round(found.silent_s))} ago`;
   const state = (each) => found.state === "finished" ? "done" : each.gone || (each.is_dead ? "dead" : each.is_silent ? "silent" : each.waiting_for ? `waits for ${each.waiting_for}` : each.role === "envhub" ? "serves" : "busy");
   const work = (num, most) => most ? `${num ?? 0} of ${short(most)}` : num;
   const nodes = new Set(found.roles.map((each) => each.node).filter(Boolean)).size;
   return [
     h("section", { class: "card" }, h("h1", {}, "Fleet"), h("p", { class: "dim small" }, `${found.state} · ${counted(found.roles.length, "role")}${nodes ? ` on ${counted(nodes, "node")}` : ""} · ${age}`), found.gate ? h("p", {}, visible(`Gate: ${found.gate.replace(/^gate: /, "")}`)) : null,
       found.roles.length ? table(["role", "node", "state", { title: "version", right: true }, { title: "tokens/s", right: true }, { title: "in progress", right: true }, { title: "memory", right: true }, { title: "processor time", right: true }, { title: "restarts", right: true }, { title: "last heartbeat", right: true }],
-        found.roles.map((each) => h("tr", {}, h("td", { class: "wrap" }, visible(String(each.name)), each.envs ? h("div", { class: "dim small", style: { "font-weight": "400" } }, visible(`${each.envs.join(", ")} at ${each.url}`)) : null), h("td", { class: "wrap" }, visible(each.node || "–")), h("td", { class: "wrap" }, visible(state(each))), right(each.version), right(short(each.tokens_per_s)), right(each.role === "envhub" ? work(each.num_sessions, each.max_sessions) : work(each.running, each.num_slots)), right(each.rss_bytes ? `${(each.rss_bytes / 2 ** 30).toFixed(1)} GiB` : "–"), right(each.cpu_s ? `${short(each.cpu_s)} s` : "–"), right(each.num_restarts || "–"), right(each.last_seen_s == null ? "–" : `${short(each.last_seen_s, 2)} s ago`))))
+        found.roles.map((each) => h("tr", {}, h("td", { class: "wrap" }, visible(String(each.name)), each.envs ? h("div", { class: "dim small", style: { "font-weight": "400" } }, visible(`${each.envs.join(", ")} at ${each.url}`)) : null), h("td", { class: "wrap" }, visible(each.node || "–")), h("td", { class: "wrap" }, visible(state(each))), right(each.version), right(short(each.tokens_per_s)), right(each.role === "envhub" ? work(each.num_sessions, each.max_sessions) : work(each.running, each.num_slots)), right(each.rss_bytes ? `${(each.rss_bytes / 2 ** 30).toFixed(1)} GiB` : "–"), right(each.cpu_s ? `${short(each.cpu_s)} s` : "–"), right(each.num_restarts || "–"), right(each.last_seen_s == null || found.state === "finished" ? "–" : `${duration(each.last_seen_s)} ago`))))
         : h("p", { class: "dim" }, "No role has sent a heartbeat yet.")),
     lanes(found.steps, found.parts, "Learner: time of each step by activity", "s"),
     lanes(found.steps, found.slots, "Actors: time of all slots by activity", ""),
