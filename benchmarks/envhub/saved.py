@@ -1,9 +1,11 @@
 """The suite `saved-states`: the costs of a fork, and of an episode that continues after a loss.
 
-A new session is opened. It loads a saved state, or repeats the actions of the earlier turns.
+A session saves its state after each step. A new session is opened. It loads a saved state, or
+repeats the actions of the earlier turns.
 """
 
 import asyncio
+import contextlib
 import random
 import time
 from collections.abc import Awaitable, Sequence
@@ -22,6 +24,8 @@ CASES = {
     "rooms": ("March", (10, 50)),
     "recall": ("Halls", (10,)),
     "maze": ("DoubleT", (10, 50)),
+    "nim": ("Piles", (2,)),
+    "wordle": ("Common", (3,)),
     "textcraft": ("depth3", (10,)),
     "babyai": ("BossLevel", (10, 50)),
     "searchqa": ("musique", (5,)),
@@ -38,9 +42,10 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Costs:
-    """Milliseconds of all episodes, by the name of the operation."""
+    """Milliseconds of all episodes, by the name of the operation, and the sizes of their states."""
 
     ms: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    num_bytes: list[int] = field(default_factory=list[int])
 
     async def timed(self, name: str, work: Awaitable[T]) -> T:
         """Return the result of an operation, and add its time."""
@@ -73,8 +78,12 @@ def run_suite(suite: Suite, only: Sequence[str] = ()) -> None:
         with suite.check(env):
             for turn, costs in asyncio.run(_measure(env, subset, turns)).items():
                 for name, values in costs.ms.items():
-                    note = f"{len(values)} episodes"
+                    note = f"{len(values)} times"
                     suite.figure(f"{env}, turn {turn}: {name}", median(values), "ms", note)
+                if costs.num_bytes:
+                    note = f"largest {max(costs.num_bytes)}"
+                    size = median(costs.num_bytes)
+                    suite.figure(f"{env}, turn {turn}: size of a state", size, "bytes", note)
 
 
 async def _measure(env: str, subset: str, turns: tuple[int, ...]) -> dict[int, Costs]:
@@ -108,26 +117,33 @@ async def _continue(
     """
     draw = random.Random(f"{item} {turn}")
     actions: list[str] = []
-    saved = ""
-    saving_s = 0.0
+    steps_s: list[float] = []
+    saves_s: list[float] = []
+    states: list[str] = []
     first, _ = await sessions.create(env, item, seed=seed)
     while len(actions) < turn:
         valid, expert = await sessions.hint(first)
         actions.append(draw.choice(valid) if valid else expert or "look around")
-        if (await sessions.step(first, actions[-1])).done:
+        began_s = time.perf_counter()
+        result = await sessions.step(first, actions[-1])
+        steps_s.append(time.perf_counter() - began_s)
+        if result.done:
             await sessions.delete(first)
             return
         began_s = time.perf_counter()
-        try:
-            saved = await sessions.save(first)
-        except StateUnsaved:
-            continue
-        saving_s += time.perf_counter() - began_s
+        with contextlib.suppress(StateUnsaved):
+            states.append(await sessions.save(first))
+            saves_s.append(time.perf_counter() - began_s)
     await sessions.delete(first)
-    if saved:
-        costs.add("save after each turn, sum", saving_s)
+    for seconds in steps_s:
+        costs.add("step", seconds)
+    if states:
+        for seconds in saves_s:
+            costs.add("save", seconds)
+        costs.add("save after each turn, sum", sum(saves_s))
+        costs.num_bytes += [len(state.encode()) for state in states]
         second, _ = await costs.timed("open", sessions.create(env, item, seed=seed))
-        await costs.timed("load", sessions.load(second, saved))
+        await costs.timed("load", sessions.load(second, states[-1]))
         await sessions.delete(second)
     third, _ = await costs.timed("open", sessions.create(env, item, seed=seed))
     await costs.timed("repeat the actions", _repeat(sessions, third, actions))

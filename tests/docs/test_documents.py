@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 import run
+from benchmarks.command import GPU_SUITES, SUITES
 from common.config.keys import declared, field_kinds
 from common.config.load import load_config
 from common.errors import ConfigError
@@ -21,7 +22,7 @@ from tests.code_shape import WAYS, files_of_way
 from tests.docs.blocks import PAGES, Block, blocks_of, commands_of, inline_of
 from tests.docs.table import FOREIGN, RULES, How, Rule, rule_of
 from tests.tools.dashboard.runs import make_run
-from tools.cli.command_line import parse
+from tools.cli.command_line import STUDIES, parse
 from tools.cli.help import AllKeys, help_text
 
 LANGUAGES = ("sh", "bash", "python", "yaml", "json", "text")
@@ -59,11 +60,11 @@ def test_every_code_block_declares_its_language():
     assert unmarked == []
 
 
-def test_text_blocks_hide_no_command():
+def test_other_blocks_hide_no_command():
     hidden = [
         f"{block}: {line}"
         for block in BLOCKS
-        if block.language == "text"
+        if block.language == "text" or (block.language == "bash" and "#!" not in block.text)
         for line in block.text.splitlines()
         if COMMAND.match(line)
     ]
@@ -210,6 +211,40 @@ def test_documentation_links_have_targets():
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
         if not target.startswith("http") and not (page.parent / target).exists()
     ]
+    assert lost == []
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(
+        r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_documentation_anchors_exist():
+    lost = [
+        f"{page.relative_to(ROOT)}: {target}#{anchor}"
+        for page in PAGES
+        for target, anchor in re.findall(
+            r"\]\(([^)#\s]*)#([^)]+)\)", page.read_text(encoding="utf-8")
+        )
+        if not target.startswith("http")
+        and anchor not in anchors_of(page.parent / target if target else page)
+    ]
+    assert lost == []
+
+
+def test_named_suites_and_tests_exist():
+    suites = {*SUITES, *GPU_SUITES, *STUDIES}
+    lost: list[str] = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        wrong = [name for name in re.findall(r"--suite ([a-z0-9-]+)", text) if name not in suites]
+        files = re.findall(r"`(?:\S+ )*?(tests/[\w/]+\.py)\b", text)
+        wrong += [name for name in files if not (ROOT / name).is_file()]
+        lost += [f"{page.relative_to(ROOT)}: {name}" for name in wrong]
     assert lost == []
 
 
