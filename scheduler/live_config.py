@@ -2,7 +2,7 @@
 
 import logging
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from common.config.live import (
@@ -67,7 +67,9 @@ class LiveChanges:
         self.number = last_number(run_dir.config_changes)
         self._pending: dict[str, _PendingChange] = {}
         self.last = None if saved is None else ConfigChange(**saved)  # The last applied change.
-        if self.last is not None and self.last.number > self.number:
+        if self.last is not None and self.last.request not in self._done:
+            # A start with other settings may have taken its number.
+            self.last = replace(self.last, number=self.number + 1)
             logger.info("completing the interrupted change number=%d", self.last.number)
             self.cfg = with_values(cfg, self.last.new)
             self.record()

@@ -196,6 +196,12 @@ class EpisodePool:
             why_not: see `Recordings`.
         """
         self._max_lag_steps = max_lag_steps
+        if cfg.max_concurrent > self._cfg.max_concurrent:
+            text = (
+                "actor.max_concurrent=%d is above the engine's batch of %d requests, which a start"
+                " sets: further requests wait in the engine"
+            )
+            logger.warning(text, cfg.max_concurrent, self._cfg.max_concurrent)
         if self._recordings is not None:
             self._recordings.why_not = why_not
         self._concurrency.set_bounds(least=cfg.min_concurrent, most=cfg.max_concurrent)
@@ -456,7 +462,7 @@ class EpisodePool:
             ids,
             request_id=f"{lease.episode_id}:{lease.attempt}:{self._num_requests}",
             max_tokens=self._cfg.max_turn_tokens,
-            salt=self._salt(lease.episode_id),
+            salt=lambda: self._salt(lease.episode_id),
             seed=seed,
             on_tokens=on_tokens,
         )

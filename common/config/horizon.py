@@ -192,6 +192,18 @@ class HorizonSection:
         of_subset = f"{env}/{far[0] if far else subset}"
         return of_subset if of_subset in self.per_env else env
 
+    def entries_of(self, name: str, key: str) -> list[str]:
+        """Return the places that may give a schedule its value of a key, the first with one last.
+
+        A place is a name in `per_env`; "" is the section itself. Later places have no effect.
+        """
+        places: list[str] = []
+        for place in dict.fromkeys((name, name.partition("/")[0], "")):
+            places.append(place)
+            if place in self.per_env and getattr(self.per_env[place], key):
+                break
+        return places
+
     def policy(self, name: str) -> HorizonPolicy:
         """Return the schedule of an environment or an "environment/subset"."""
         override = self.per_env.get(name) or HorizonOverride()

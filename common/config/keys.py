@@ -288,17 +288,31 @@ def dotted(key: str) -> str:
 
 
 def expand_sections(sections: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the sections of a YAML file with those of SHORT_KEYS at their whole keys."""
-    for short in SHORT_KEYS.keys() & sections.keys():
-        *above, last = SHORT_KEYS[short].split(".")
-        settings = sections.pop(short)
-        section: Any = sections
-        for name in above:
-            section = section.setdefault(name, {})
-        section[last] = (
-            {**section.get(last, {}), **settings} if isinstance(settings, dict) else settings
-        )
+    """Return the sections of a YAML file with those of SHORT_KEYS at their whole keys.
+
+    Raises: ConfigError: a key has two values, one by its short and one by its whole form.
+    """
+    for short, whole in SHORT_KEYS.items():
+        if short in sections:
+            settings = sections.pop(short)
+            for name in reversed(whole.split(".")):
+                settings = {name: settings}
+            _add(sections, settings, short=short, key="")
     return sections
+
+
+def _add(tree: dict[Any, Any], added: dict[Any, Any], *, short: str, key: str) -> None:
+    """Add the values of a short key to a tree. Raises: ConfigError: a key has a value already."""
+    for name, value in added.items():
+        place = f"{key}.{name}" if key else f"{name}"
+        present = tree.get(name)
+        if present is None:
+            tree[name] = value
+        elif isinstance(present, dict) and isinstance(value, dict):
+            below = cast(dict[Any, Any], present)
+            _add(below, cast(dict[Any, Any], value), short=short, key=place)
+        else:
+            raise ConfigError(f"{place} is given twice; {short} is its short form")
 
 
 def conform(value: Any, kind: Any, *, key: str, schema: type[RunConfig] = RunConfig) -> Any:

@@ -1,7 +1,8 @@
-"""Live keys, which may change while a run works, and the record of their changes.
+"""Live keys, which may change while a run works, and the record of changed settings.
 
 `config.yaml` of a run always has the values in force, so a role that starts later needs no other
-file. `config_changes.jsonl` has one line for each change, with its number and its step.
+file. `config_changes.jsonl` has one line for each change, with its number and its step. A start
+with other settings is a change, too.
 """
 
 import json
@@ -13,15 +14,17 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, cast
 
-from common.config.horizon import HorizonKind
+import yaml
+
+from common.config.horizon import HorizonKind, HorizonSection
 from common.config.keys import declared, dotted
 from common.config.learner import OptimizerKind
-from common.config.load import load_config, parse_override
+from common.config.load import config_as_yaml, load_config, parse_override
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.store.disk import AppendFile
 from common.store.run_dir import RunDir
-from common.store.run_start import save_config
+from common.store.run_start import SAME_KEYS, save_config
 from common.wire.messages import LiveConfig
 
 logger = logging.getLogger(__name__)
@@ -52,6 +55,20 @@ LIVE_KEYS = (
 )
 
 
+# Sections whose keys shape what a run learns or measures.
+_RESULT_SECTIONS = (
+    "train",
+    "model",
+    "mixture",
+    "horizon",
+    "curriculum",
+    "groups",
+    "algorithm",
+    "learner",
+    "actor",
+    "envs",
+    "eval",
+)
 _PATTERN = re.compile("|".join(re.escape(key).replace("NAME", "[^.]+") for key in LIVE_KEYS))
 
 
@@ -72,17 +89,32 @@ def check_live(key: str) -> None:
 
 def check_effect(cfg: RunConfig, key: str) -> None:
     """Check that a live key has an effect in a run. Raises: ConfigError: it has none."""
-    names = ("", *cfg.horizon.per_env)
-    kinds = {cfg.curriculum.effective(cfg.horizon.policy(name)).kind for name in names}
-    needed = {
-        "every_steps": ("horizon.kind=stepwise", HorizonKind.STEPWISE in kinds),
-        "over_steps": ("horizon.kind=linear", HorizonKind.LINEAR in kinds),
-        "muon_lr": ("learner.optimizer=muon", cfg.learner.optimizer is OptimizerKind.MUON),
-    }
     section, _, last = dotted(key).rpartition(".")
-    setting, is_there = needed.get(last, ("", True))
-    if section != "eval" and not is_there:
-        raise ConfigError(f"{key}: it has no effect in this run, since it needs {setting}")
+    if section.partition(".")[0] == "horizon":
+        _check_horizon(cfg.horizon, cfg, key)
+    if last == "muon_lr" and cfg.learner.optimizer is not OptimizerKind.MUON:
+        text = "it has no effect in this run, since it needs learner.optimizer=muon"
+        raise ConfigError(f"{key}: {text}")
+
+
+def _check_horizon(horizon: HorizonSection, cfg: RunConfig, key: str) -> None:
+    """Check that a task takes the value of a key of `horizon`. Raises: ConfigError: none does."""
+    _, *above, last = dotted(key).split(".")
+    entry = above[1] if above else ""
+    names = {
+        horizon.name_of(env, task.subset) for task in cfg.tasks for env in task.env.split("|")
+    } or {"", *horizon.per_env}
+    taking = [name for name in sorted(names) if entry in horizon.entries_of(name, last)]
+    if not taking:
+        raise ConfigError(
+            f"{key}: it has no effect in this run, since all tasks have {last} of their own:"
+            f" horizon.per_env has {', '.join(sorted(names & horizon.per_env.keys()))}"
+        )
+    kinds = {cfg.curriculum.effective(horizon.policy(name)).kind for name in taking}
+    needed = {"every_steps": HorizonKind.STEPWISE, "over_steps": HorizonKind.LINEAR}.get(last)
+    if needed is not None and needed not in kinds:
+        text = f"it has no effect in this run, since it needs horizon.kind={needed.value}"
+        raise ConfigError(f"{key}: {text}")
 
 
 def text_at(cfg: RunConfig, key: str) -> str:
@@ -237,13 +269,16 @@ def with_changes(cfg: RunConfig, run_dir: RunDir, *, now_s: float) -> RunConfig:
 
     A changed key keeps its last value if the command gives the value before the first change, since
     the command is then the one that began the run. Any other value is a new choice: it is used, and
-    recorded as a change.
+    recorded as a change. Other settings that differ from those of the run are recorded, too.
     """
     changes = read_changes(run_dir.config_changes)
+    old, new = _other_settings(cfg, run_dir)
     unchanged: dict[str, str] = {}
     chosen: dict[str, str] = {}
     last = last_values(changes)
     for key, value in last.items():
+        if not is_live(key):
+            continue
         configured = text_at(cfg, key)
         began_with = next(change.old[key] for change in changes if key in change.old)
         if not configured:  # The command has no such entry of a map.
@@ -252,18 +287,53 @@ def with_changes(cfg: RunConfig, run_dir: RunDir, *, now_s: float) -> RunConfig:
             unchanged[key] = value
         elif configured != value:
             chosen[key] = configured
-    if chosen:
+    if chosen or new:
         change = ConfigChange(
-            number=changes[-1].number + 1,
+            number=changes[-1].number + 1 if changes else 1,
             step=-1,
             time_s=now_s,
             request="",
-            old={key: last[key] for key in chosen},
-            new=chosen,
+            old={key: last[key] for key in chosen} | old,
+            new=chosen | new,
         )
         append_change(run_dir, change)
+        shown = ", ".join(f"{key}: was {change.old[key]}, now {change.new[key]}" for key in new)
+        if shown:
+            text = "the run continues with other settings, which are change %d of its record: %s"
+            logger.warning(text, change.number, shown)
     unchanged = {key: value for key, value in unchanged.items() if text_at(cfg, key) != value}
     return with_values(cfg, unchanged) if unchanged else cfg
+
+
+def _other_settings(cfg: RunConfig, run_dir: RunDir) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the stored and the new values of settings that differ and shape results.
+
+    Live keys have rules of their own. A key that the stored configuration lacks is of a later
+    version of the product.
+    """
+    if not run_dir.config.is_file():
+        return {}, {}
+    stored = _leaves(yaml.safe_load(run_dir.config.read_bytes()))
+    present = _leaves(yaml.safe_load(config_as_yaml(cfg)))
+    keys = [
+        key
+        for key, value in present.items()
+        if key.partition(".")[0] in _RESULT_SECTIONS
+        and not is_live(key)
+        and key not in (*SAME_KEYS, "model.date")
+        and stored.get(key, value) != value
+    ]
+    return {key: stored[key] for key in keys}, {key: present[key] for key in keys}
+
+
+def _leaves(tree: Any, above: str = "") -> dict[str, str]:
+    """Return the values of a tree by dotted key, as texts."""
+    if not isinstance(tree, dict) or not tree:
+        return {above: tree if isinstance(tree, str) else json.dumps(tree)}
+    values: dict[str, str] = {}
+    for name, value in cast(dict[Any, Any], tree).items():
+        values |= _leaves(value, f"{above}.{name}" if above else str(name))
+    return values
 
 
 def last_values(changes: Iterable[ConfigChange]) -> Mapping[str, str]:

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 OWN_TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", OWN_TEMPLATE)
 # A resumed run must be the same experiment: these keys must have equal values.
-_SAME_KEYS = (
+SAME_KEYS = (
     "run.seed",
     "train.mode",
     "model.path",
@@ -33,8 +33,14 @@ _SAME_KEYS = (
     "groups.size",
     "learner.optimizer",
     "envhub.style",
+    "eval.split",
 )
-_NEWER_KEYS = ("model.chat_template", "model.chat_template_kwargs", "actor.keep_thinking")
+_NEWER_KEYS = (
+    "model.chat_template",
+    "model.chat_template_kwargs",
+    "actor.keep_thinking",
+    "eval.split",
+)
 
 
 def mark_finished(run_dir: RunDir, *, version: int, result: str) -> None:
@@ -149,7 +155,7 @@ def _differences(cfg: RunConfig, run_dir: RunDir) -> list[str]:
     old = OmegaConf.load(run_dir.config)
     new = OmegaConf.create(config_as_yaml(cfg))
     lines: list[str] = []
-    for key in _SAME_KEYS:
+    for key in SAME_KEYS:
         was = _same_value(old, key)
         now = _same_value(new, key)
         is_older = was is None and key in _NEWER_KEYS  # The run is of a version without the key.

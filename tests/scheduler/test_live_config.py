@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import zmq
 
-from common.config.live import read_changes
+from common.config.live import read_changes, with_changes
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
@@ -92,6 +92,19 @@ def test_applied_change_is_recorded_and_answered_after_a_restart(run_dir: RunDir
     third = LiveChanges(again.cfg, run_dir, saved)
     assert third.number == 1
     assert len(read_changes(run_dir.config_changes)) == 1
+
+
+def test_interrupted_change_follows_a_start_with_other_settings(run_dir: RunDir) -> None:
+    live = changes_of(run_dir)
+    live.apply(CHANGE, step=5, is_over=False)
+    saved = live.saved()  # A kill here, and a start with another setting.
+    with_changes(edited(CFG, {"groups.max_oversample": 5.0}), run_dir, now_s=0.0)
+    assert changes_of(run_dir, saved).cfg.learner.lr == 2e-5
+    changes = read_changes(run_dir.config_changes)
+    assert [(each.number, *each.new) for each in changes] == [
+        (1, "groups.max_oversample"),
+        (2, "learner.lr"),
+    ]
 
 
 @pytest.mark.parametrize(

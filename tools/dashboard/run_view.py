@@ -97,6 +97,7 @@ class RunView:
     checkpoint_s: float | None  # Duration of the last checkpoint.
     success: float | None  # Mean training success over the last WINDOW_STEPS.
     success_steps: list[float] = field(repr=False)
+    group_reward: float | None  # Mean of `groups.reward` over the last WINDOW_STEPS.
     num_stages: int
     lag_mean: float | None
     lag_max: float | None
@@ -136,6 +137,7 @@ def view_run(run_dir: RunDir, train: TrainSection, horizon: HorizonSection) -> R
     lines = [line for line in numeric if "step" in line]
     last: MetricsLine = lines[-1] if lines else {}
     success = [value for line in lines if (value := line.get("reward/success")) is not None]
+    rewards = [value for line in lines if (value := line.get("group_rewards/mean")) is not None]
     step = int((last.get("step") or 0) if status.version is None else status.version)
     launch = _read(_LAUNCH, run_dir.launch)
     stop_at = launch.stop_deadline if launch else None
@@ -155,6 +157,7 @@ def view_run(run_dir: RunDir, train: TrainSection, horizon: HorizonSection) -> R
         checkpoint_s=next((s for line in reversed(lines) if (s := line.get(CHECKPOINT))), None),
         success=sum(success) / len(success) if success else None,
         success_steps=success,
+        group_reward=sum(rewards) / len(rewards) if rewards else None,
         num_stages=1 if horizon.kind is HorizonKind.FIXED else len(horizon.stages),
         lag_mean=last.get("offpolicy/lag_mean"),
         lag_max=last.get("offpolicy/lag_max"),

@@ -119,10 +119,12 @@ def _conversation(source: Source, episode_id: str, *, is_coloured: bool) -> Iter
 def _headline(episode: dict[str, Any]) -> str:
     """Return the headline of an episode."""
     advantage = episode.get("advantage")
+    trained = episode.get("group_reward")
     parts = [
         f"=== {episode['id']}",
         f"{episode['env']} {episode['item']}".strip(),
         f"reward {episode['reward']:.3g}",
+        "" if trained is None else f"group reward {trained:.3g}",
         "" if advantage is None else f"advantage {advantage:+.3g}",
         "solved" if episode["success"] else "not solved",
         counted(episode["turns"], "turn"),

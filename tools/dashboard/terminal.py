@@ -418,6 +418,7 @@ def _facts(view: RunView) -> Table:
     memory = [f"{r.name} {r.rss_bytes / 2**30:.2f} GiB" for r in view.roles if r.rss_bytes]
     for label, text, style in (
         ("success", "   ".join(filter(None, success)), "bold green"),
+        ("group reward", if_known("{:.2f} in training", view.group_reward), ""),
         ("by subset", "  ".join(subsets), ""),
         ("horizon", words.horizon_text(view).removeprefix("horizon "), ""),
         ("lag", "  ".join(filter(None, lag)), ""),

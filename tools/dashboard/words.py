@@ -17,6 +17,7 @@ def status_line(view: RunView) -> str:
         "" if status.phase == "train" else f"{view.phase}{done},",
         f"step {view.step}/{view.num_steps}",
         if_known("success {:.2f}", view.success),
+        if_known("group reward {:.2f}", view.group_reward),
         horizon_text(view),
         if_known("lag {:.1f}", view.lag_mean),
         if_known("actor {:.0f} tok/s", view.actor_tokens_per_s),

@@ -1,8 +1,14 @@
 """The concurrency limit follows the engine's load metrics; numbers by hand."""
 
+import asyncio
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from actor.engine.concurrency import Concurrency, EngineLoad
+from actor.rollout.pool import EpisodePool
+from common.config.actor import ActorSection
 
 IDLE = EngineLoad(num_steps=50, num_queued=0, kv_frac=0.3, num_preemptions=0)
 PREEMPTING = EngineLoad(num_steps=50, num_queued=0, kv_frac=0.95, num_preemptions=1)
@@ -95,3 +101,26 @@ def test_new_ceiling_moves_a_limit_that_was_at_the_old_one() -> None:
     assert concurrency.limit == 20
     concurrency.set_bounds(least=24, most=64)
     assert concurrency.limit == 64
+
+
+def test_bound_above_the_batch_of_the_engine_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def law() -> None:
+        absent: Any = None
+        start = ActorSection(max_concurrent=4, min_concurrent=1)
+        pool = EpisodePool(
+            start,
+            actor="a",
+            engine=absent,
+            renderer=absent,
+            environments=absent,
+            delivery=absent,
+            rounds=None,
+        )
+        for num in (3, 4, 6):
+            caplog.clear()
+            cfg = replace(start, max_concurrent=num)
+            pool.configure(cfg, max_lag_steps=0, why_not=absent)
+            assert pool.num_slots == num
+            assert ("batch of 4 requests" in caplog.text) == (num > 4)
+
+    asyncio.run(law())

@@ -15,6 +15,7 @@ from common.config.live import (
     with_values,
 )
 from common.config.run_config import RunConfig
+from common.config.tasks import TaskSection
 from common.errors import ConfigError
 from common.wire.messages import LiveConfig
 from tests.configs import edited
@@ -90,6 +91,21 @@ def test_key_without_an_effect_is_refused(key: str, setting: str) -> None:
     name, value = setting.split("=")
     check_effect(with_values(CFG, {name: value}), key)
     check_effect(CFG, "eval.every_steps")
+
+
+def test_stages_that_no_task_takes_are_refused() -> None:
+    tasks = [TaskSection(env="maze", subset="a"), TaskSection(env="shop", subset="b")]
+    cfg = edited(CFG, {"tasks": tasks})
+    check_effect(cfg, "horizon.stages")  # The shop takes them.
+    check_effect(cfg, "horizon.per_env.maze.stages")
+    of_shop = {"maze": HorizonOverride(stages=[3]), "shop/b": HorizonOverride(stages=[4])}
+    all_own = edited(cfg, {"horizon.per_env": of_shop})
+    with pytest.raises(ConfigError, match=r"all tasks have stages of their own.*maze, shop/b"):
+        check_effect(all_own, "horizon.stages")
+    check_effect(all_own, "horizon.per_env.shop/b.stages")
+    covered = of_shop | {"shop": HorizonOverride(stages=[5])}
+    with pytest.raises(ConfigError, match="all tasks have stages of their own"):
+        check_effect(edited(cfg, {"horizon.per_env": covered}), "horizon.per_env.shop.stages")
 
 
 def test_entry_of_a_map_is_changed_and_not_added() -> None:

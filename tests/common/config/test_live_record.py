@@ -62,6 +62,21 @@ def test_run_without_changes_starts_with_the_command(tmp_path: Path) -> None:
     assert with_changes(CFG, RunDir(root=tmp_path), now_s=NOW) is CFG
 
 
+def test_other_settings_at_a_resume_are_recorded(tmp_path: Path) -> None:
+    run_dir = RunDir(root=tmp_path)
+    save_config(CFG, run_dir.config)
+    other = edited(CFG, {"algorithm.clip_high": 0.4, "eval.num_items": 7, "log.live": False})
+    assert with_changes(other, run_dir, now_s=NOW) == other
+    (change,) = read_changes(run_dir.config_changes)
+    assert (change.number, change.step) == (1, -1)
+    assert change.new == {"algorithm.clip_high": "0.4", "eval.num_items": "7"}
+    assert change.old.keys() == change.new.keys()
+    save_config(other, run_dir.config)
+    assert with_changes(other, run_dir, now_s=NOW) == other
+    assert with_changes(CFG, run_dir, now_s=NOW) == CFG  # Only live keys keep their last value.
+    assert read_changes(run_dir.config_changes)[-1].old == change.new
+
+
 def test_line_that_a_crash_cut_off_does_not_count(run_dir: RunDir) -> None:
     path = run_dir.config_changes
     path.write_bytes(path.read_bytes() + b'{"number": 2, "st')

@@ -37,6 +37,26 @@ def test_short_and_whole_keys_are_the_same_key(tmp_path: Path) -> None:
         dataset_of("", *both, folder=tmp_path)
 
 
+def test_short_and_whole_sections_of_a_file_are_merged(tmp_path: Path) -> None:
+    text = "envs: {dataset: {reward: {a: m:f}}}\ndata: {reward: {c: m:h}}\nreward: {b: m:g}\n"
+    found = dataset_of(text, folder=tmp_path)
+    assert found.reward == {"a": "m:f", "b": "m:g", "c": "m:h"}
+    assert dataset_of("envs:\ndata: {train: a}\n", folder=tmp_path).train == "a"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data: {reward: m:f}\nreward: m:g\n",
+        "envs: {dataset: {reward: m:f}}\nreward: {a: m:g}\n",
+        "envs: {dataset: {reward: {a: m:f}}}\ndata: {reward: {a: m:g}}\n",
+    ],
+)
+def test_two_values_of_a_key_in_a_file_are_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"mine\.yaml: envs\.dataset\.reward\S* is given twice"):
+        dataset_of(text, folder=tmp_path)
+
+
 def test_wrong_short_key_names_the_nearest_short_key(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"data\.trian=x: no such key; the nearest is data\.train$"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from common.config.eval import EvalSection, EvalSplit
 from common.config.load import load_config, load_received, sections_as_yaml
 from common.config.model import ModelSection
 from common.config.run import RunSection
@@ -45,6 +46,12 @@ def test_unfinished_run_rejects_another_experiment(run_dir: RunDir) -> None:
     with pytest.raises(ConfigError, match=r"run\.seed: was 0, now 1"):
         prepare(config(seed=1), run_dir)
     assert run_dir.config.exists()
+
+
+def test_unfinished_run_keeps_its_held_out_items(run_dir: RunDir) -> None:
+    other = replace(config(), eval=EvalSection(split=EvalSplit.VALIDATION))
+    with pytest.raises(ConfigError, match=r"eval\.split: was test, now validation"):
+        prepare(other, run_dir)
 
 
 def test_finished_run_is_kept_aside(run_dir: RunDir) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,15 @@ from common.errors import ConfigError
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.store.run_start import mark_finished, save_config
+from learner.recovery.reward_log import GroupReward, RewardLog
 from run import main
 from tests.tools.dashboard.runs import append, episode, make_run
 from tools.cli.command_line import parse
 from tools.dashboard.run_state import details
+from tools.dashboard.run_view import view_run
 from tools.dashboard.show import replay, show
 from tools.dashboard.terminal import load_of_any_version
+from tools.dashboard.words import status_line
 
 
 def said(tmp_path: Path, command: str, *words: str) -> tuple[int, str]:
@@ -41,6 +45,22 @@ def test_show_prints_matching_episodes_as_conversations(tmp_path: Path) -> None:
     assert text.count("===") == 1
     assert "reward 1" in text
     assert said(tmp_path, "show", "a", "--item", "none")[0] == 1
+
+
+def test_reward_of_a_group_stands_beside_that_of_the_environment(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", num_steps=2)
+    reward = GroupReward(group_id="g0000000", rewards={0: 0.25, 1: 0.75})
+    log = RewardLog(run_dir.group_rewards)
+    log.append(reward)
+    log.close()
+    headlines = said(tmp_path, "show", "a", "--group", "g0000000")[1]
+    assert "· reward 0 · group reward 0.75 ·" in headlines
+    assert headlines.count("group reward") == 2
+    lines = [{"step": n, "reward/success": 0.5, "group_rewards/mean": n / 4} for n in (1, 2)]
+    run_dir.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    cfg = load_config("smoke", [])
+    view = view_run(run_dir, cfg.train, cfg.horizon)
+    assert "success 0.50 group reward 0.38" in status_line(view)
 
 
 def test_replay_prints_one_episode(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from common.store.run_dir import RunDir, as_map, json_object
 from common.wire.messages import EndReason, PolicyKind, Trajectory
 from learner.journal.index import IN_FLIGHT, EpisodeIndex, EpisodeRows
 from learner.journal.texts import Texts, TokenIdDecoder, segments_of, texts_for, texts_of_run
+from learner.recovery.reward_log import read_group_rewards
 from tools.dashboard.reading.index_cache import IndexCache
 from tools.dashboard.reading.rows import page
 from tools.dashboard.run_state import is_part
@@ -289,6 +290,7 @@ class RunSource:
         self._config: tuple[int, dict[str, Any]] = (-1, {})
         self._texts: Texts | None = None
         self._text_problem = ""
+        self._reward_problem = ""
         self._lock = threading.Lock()
 
     @property
@@ -349,7 +351,8 @@ class RunSource:
             texts.append(f"The journal has more problems, which are not listed: {num_more}.")
         has_steps = self.metrics.num > 0 and self.run_dir.journal.exists()  # `sft` has no episodes.
         texts += self._outcomes.problems(has_steps=has_steps)
-        texts += [text for text in (self.metrics.problem, self._text_problem) if text]
+        damaged = (self.metrics.problem, self._text_problem, self._reward_problem)
+        texts += [text for text in damaged if text]
         if self.run_dir.config.exists() and not self.config():
             texts.append(
                 f"{self.run_dir.config} is not a YAML map. The run is shown without its settings."
@@ -406,6 +409,7 @@ class RunSource:
             **values,
             "segments": segments_of(self.index.open(row), self.texts()),
             "advantage": advantages.get(episode_id),
+            "group_reward": self._group_rewards(values["group"]).get(values["member"]),
             "siblings": [rows.ids[each] for each in members],
             "problems": [self._text_problem] if self._text_problem else [],
         }
@@ -437,12 +441,14 @@ class RunSource:
         # An evaluation group holds many items.
         is_train = self.index.rows.get(members[0])["kind"] == "train"
         advantages = self._advantages(members) if is_train else {}
+        rewards = self._group_rewards(group_id)
         texts = self.texts()
         shown: list[dict[str, Any]] = []
         first = None
         for row in members[:MAX_MEMBERS]:
             values = self.index.rows.get(row)
             entry = {**values, "advantage": advantages.get(values["id"])}
+            entry["group_reward"] = rewards.get(values["member"])
             try:
                 trajectory = self.index.open(row)
                 first = first or trajectory
@@ -475,6 +481,16 @@ class RunSource:
         numbers = (rows.column("group") == code).nonzero()[0].tolist()
         newest = [row for row in numbers if rows.row_of[rows.ids[row]] == row]
         return sorted(newest, key=lambda row: int(rows.column("member")[row]))
+
+    def _group_rewards(self, group_id: str) -> dict[int, float]:
+        """Return the trained rewards of a group by member; {} if it has no `groups.reward`."""
+        try:
+            rewards = read_group_rewards(self.run_dir.group_rewards)
+        except ConfigError as error:
+            self._reward_problem = str(error)
+            return {}
+        reward = rewards.get(group_id)
+        return {} if reward is None else reward.rewards
 
     def _advantages(self, members: list[int]) -> dict[str, float]:
         """Return each member's advantage as the learner computes it; {} for other algorithms."""

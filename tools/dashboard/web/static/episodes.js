@@ -156,7 +156,7 @@ export async function episodeView({ run, params, link, isUpdate }) {
       h("h1", {}, visible(found.id), " ", h("span", { class: `chip ${found.success ? "on" : "off"}` }, found.success ? "solved" : "not solved")),
       h("p", { class: "dim small" }, [found.env, found.item].filter(Boolean).map(visible).join(" · "), isReport ? null : [" · ", h("a", { href: link("episodes", { run: run.name, item: found.item }) }, "all episodes of this item")],
         found.group && !isReport ? [" · ", found.kind === "eval" ? h("a", { href: link("episodes", { run: run.name, group: found.group }) }, "all episodes of this evaluation") : h("a", { href: link("group", { run: run.name, id: found.group }) }, "compare the episodes of this group")] : null),
-      facts([["Reward", short(found.reward)], ["Advantage", found.advantage == null ? "" : short(found.advantage)], ["Turns", `${found.turns}${found.horizon ? ` of ${found.horizon}` : ""}`], ["Ended", found.end.replace("_", " ")],
+      facts([["Reward", short(found.reward)], ["Group reward", found.group_reward == null ? "" : short(found.group_reward)], ["Advantage", found.advantage == null ? "" : short(found.advantage)], ["Turns", `${found.turns}${found.horizon ? ` of ${found.horizon}` : ""}`], ["Ended", found.end.replace("_", " ")],
         ["Outcome", found.outcome.replace("_", " ") + (found.cause ? `: ${visible(found.cause)}` : "")], ["Trained in step", found.trained_at >= 0 ? found.trained_at : ""], ["Invalid actions", found.invalid ? `${found.invalid}, first in turn ${segments.find((each) => each.invalid)?.turn + 1}` : 0], ["Tokens", short(found.tokens)],
         ["Time in the engine", found.wall_s ? `${short(found.generate_s)} s` : ""], ["Time in the environment", found.wall_s ? `${short(found.env_s)} s` : ""]])),
     h("section", { class: "card" }, buttons, map, h("div", { class: "row" }, h("button", { type: "button", onclick: () => step(-1), "aria-label": "Previous part" }, "←"), slider, h("button", { type: "button", onclick: () => step(1), "aria-label": "Next part" }, "→"), h("button", { type: "button", onclick: () => show(1) }, "first part"), h("button", { type: "button", onclick: () => show(last) }, "all parts"), position)),
@@ -200,7 +200,7 @@ export async function groupView({ run, params, link, isUpdate }) {
       const shared = { version: null, first: each.first_version, advantage: each.advantage };
       return h("section", { class: "card" },
         h("h2", {}, h("a", { href: link("episode", { run: run.name, id: each.id }) }, visible(each.id))),
-        facts([["Reward", short(each.reward)], ["Advantage", each.advantage == null ? "" : short(each.advantage)], ["Turns", each.turns], ["Outcome", each.outcome.replace("_", " ")]]),
+        facts([["Reward", short(each.reward)], ["Group reward", each.group_reward == null ? "" : short(each.group_reward)], ["Advantage", each.advantage == null ? "" : short(each.advantage)], ["Turns", each.turns], ["Outcome", each.outcome.replace("_", " ")]]),
         each.problem ? h("p", { class: "bad small" }, visible(each.problem)) : null,
         h("p", { class: "small dim" }, each.kind === "eval" ? visible(each.item) : each.differs ? `first difference from the first member: turn ${each.differs.turn + 1}, token ${each.differs.token}: “${visible(each.differs.this).slice(0, 40)}”` : "first member, or identical to it"),
         each.segments.map((segment) => turn(segment, "probability", shared)));
