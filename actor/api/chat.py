@@ -323,7 +323,7 @@ class Chat:
                 ids,
                 request_id=head.number,
                 max_tokens=sampling.max_tokens,
-                salt=f"chat v{self.engine.version}",
+                salt=lambda: f"chat v{self.engine.version}",
                 seed=None if sampling.seed is None else (sampling.seed + choice) % (MAX_SEED + 1),
                 temperature=sampling.temperature,
                 on_tokens=add if on_part is not None or asked.stop else None,

@@ -70,7 +70,7 @@ class Engine:
 
     Example:
         engine = await Engine.start(model_cfg, actor_cfg, end_of_turn_ids=[3], seed=0)
-        turn = await engine.generate([1, 5, 9], request_id="a", max_tokens=16, salt="v3")
+        turn = await engine.generate([1], request_id="a", max_tokens=16, salt=lambda: "v3")
         stage_s = await engine.stage(offer)     receives the weights during generation
         pause_s = await engine.load(offer)      pauses generation, loads, resumes
 
@@ -163,7 +163,9 @@ class Engine:
         """Sample two tokens, which triggers lazy initialisation; return the error, or ""."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self.generate([0, 0], request_id="warm-up", max_tokens=2, salt="warm-up")
+                await self.generate(
+                    [0, 0], request_id="warm-up", max_tokens=2, salt=lambda: "start"
+                )
         except TimeoutError:
             return f"no first token within {timeout_s:g} s"
         except EngineError as error:
@@ -251,7 +253,7 @@ class Engine:
         *,
         request_id: str,
         max_tokens: int,
-        salt: str,
+        salt: Callable[[], str],
         seed: int | None = None,
         temperature: float | None = None,
         on_tokens: OnTokens | None = None,
@@ -261,8 +263,9 @@ class Engine:
         Args:
             prompt_ids: [num_prompt] the whole conversation so far.
             max_tokens: maximum number of tokens of this turn.
-            salt: prefix-cache salt: a prefix is reused only under the salt that it was computed
-                under.
+            salt: returns the prefix-cache salt: a prefix is reused only under the salt that it was
+                computed under. It is called once the engine has whole weights, since a version may
+                be loaded before.
             seed: seed of the request's own random generator, below 2**63. None: the engine's
                 generator.
             temperature: None: `actor.temperature`.
@@ -271,12 +274,12 @@ class Engine:
 
         Raises: EngineError: the engine died, or exceeded `actor.turn_timeout_s`.
         """
-        prompt = tokens_input(prompt_ids, cache_salt=salt)
         await self._is_awake.wait()
         self.num_running += 1
         try:
             async with self._bounded("a turn", self._cfg.turn_timeout_s):
                 await self._is_whole.wait()
+                prompt = tokens_input(prompt_ids, cache_salt=salt())
                 sampling = self._sampling_params(max_tokens, seed, temperature=temperature)
                 if on_tokens is not None:
                     sampling.output_kind = RequestOutputKind.DELTA
@@ -490,6 +493,8 @@ class Engine:
             if self._cfg.kv_at_update is AtUpdate.DROP:
                 # Running requests are preempted. Their prompts and samples are computed again.
                 await self._llm.reset_prefix_cache(reset_running_requests=True)
+            elif self._cfg.prefixes_at_update is AtUpdate.DROP:
+                await self._llm.reset_prefix_cache()  # Waiting requests have the older salt.
             self._is_whole.set()
             await self._llm.resume_generation()
         pause_s = time.monotonic() - started

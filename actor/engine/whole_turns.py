@@ -119,6 +119,22 @@ class _HoldsTurns(Scheduler):
             self._clients.pop(request.request_id, None)
         return finished
 
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Empty the cache if it is not in use; a waiting request reuses no prefix of before.
+
+        vLLM's own call does nothing while other requests run.
+        """
+        for request in self.requests.values():
+            if request.num_computed_tokens == 0:
+                request.cache_salt = f"{request.cache_salt} reset"
+                request.block_hashes = []
+                request.update_block_hashes()
+        if self.running and not reset_running_requests:
+            return False
+        return super().reset_prefix_cache(reset_running_requests, reset_connector)
+
 
 def _can_wait(output: EngineCoreOutput, request: Request | None) -> bool:
     """Return whether the rest of a request's turn can be awaited before an output is sent.

@@ -110,7 +110,7 @@ async def _sample(engine: Engine, settings: dict[str, Any]) -> dict[str, float]:
                 [1 + index % 7, 2, 3],
                 request_id=f"bench-{index}",
                 max_tokens=settings["max_tokens"],
-                salt="bench",
+                salt=lambda: "bench",
             )
             for index in prompts
         )

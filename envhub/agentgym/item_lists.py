@@ -1,5 +1,6 @@
 """AgentGym's data indices: their train and test splits, and published lists."""
 
+import hashlib
 import json
 import logging
 from bisect import bisect_right
@@ -198,8 +199,18 @@ def with_lists(spec: EnvSpec, options: EnvsSection) -> EnvSpec:
     def make(style: Style) -> Any:
         return _ItemIdMapper(spec.make(style), subset, items)
 
-    subsets = {**spec.subsets, SUBSET: subset}
-    return replace(spec, subsets=subsets, make=make, tasks={**spec.tasks, "AgentGym": task})
+    content = dict(spec.content) | {
+        f"envs.{spec.name}.{split}_items": hashlib.sha256(json.dumps(each).encode()).hexdigest()
+        for split, each in items.items()
+        if each
+    }
+    return replace(
+        spec,
+        subsets={**spec.subsets, SUBSET: subset},
+        make=make,
+        tasks={**spec.tasks, "AgentGym": task},
+        content=content,
+    )
 
 
 def _items(spec: EnvSpec, path: str, dialect: Dialect) -> list[str]:

@@ -5,6 +5,7 @@ The rules of each AgentGym client extract the action from a model's text.
 
 import asyncio
 import contextlib
+import hashlib
 import io
 import json
 import logging
@@ -619,4 +620,9 @@ def make_spec(remote: RemoteOptions) -> EnvSpec:
         step_timeout_s=2 * remote.timeout_s + dialect.close_timeout_s,  # An instance and its reset.
         stop=connection.stop,
         stop_timeout_s=dialect.close_timeout_s,
+        content={
+            f"env.{split}_items": hashlib.sha256(json.dumps(list(each)).encode()).hexdigest()
+            for split, each in numbers.items()
+            if getattr(remote, f"{split}_items")
+        },
     )

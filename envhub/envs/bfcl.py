@@ -13,13 +13,13 @@ import random
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from common.config.envs import BfclOptions, EnvsSection
 from common.formats.answers import tools_instruction
+from envhub.digests import digests_of_packages
 from envhub.env import (
     SPLITS,
     EnvFailure,
@@ -394,5 +394,5 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         max_workers=section.max_workers,
         takes_any_text=True,
         has_references=True,
-        content={"bfcl-eval": hashlib.sha256(version("bfcl-eval").encode()).hexdigest()},
+        content=digests_of_packages("bfcl-eval"),
     )

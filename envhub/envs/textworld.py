@@ -17,6 +17,7 @@ from typing import Any
 
 from common.config.envs import EnvsSection, TextworldOptions
 from common.host.process_settings import cache_home
+from envhub.digests import digests_of_packages
 from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec, action_text, parse_item
 from envhub.interop.yaml_environments import optional_package
 from envhub.tables import one_instruction
@@ -252,4 +253,5 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         max_workers=section.max_workers,
         step_timeout_s=STEP_TIMEOUT_S,
         expert_turns={"custom": partial(quest_length_at, options=section)},
+        content=digests_of_packages(EXTRA),
     )

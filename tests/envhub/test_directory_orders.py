@@ -12,7 +12,9 @@ import pytest
 
 from common.config.envs import EnvsSection
 from common.repository import ROOT
+from envhub.catalogue.content import contents_of, digests_of
 from envhub.catalogue.registry import Registry
+from envhub.digests import BLOCK_BYTES, digest_of_blocks, digests_of_packages
 from envhub.env import Env, Style
 from tests.configs import edited
 from tests.envhub.envs.sqlgym.pets import ASKED, CREATE_PETS, PETS
@@ -99,6 +101,51 @@ def seen_elsewhere(folder: Path, hash_seed: str) -> dict[str, list[str]]:
         check=True,
     )
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_changed_file_of_an_item_changes_the_digest_of_its_environment(tmp_path: Path) -> None:
+    folder = write(tmp_path, is_reversed=False)
+    digests = digests_of(contents_of(registry_of(folder)))
+    assert digests.keys() == {"textcraft", "searchqa", "sqlgym"}
+    owners = {"recipes": "textcraft", "questions": "searchqa", "passages": "searchqa"}
+    for name, content in files().items():
+        (folder / name).write_bytes(content + b"\n")
+        changed = digests_of(contents_of(registry_of(folder)))
+        owner = owners.get(name.partition("/")[0], "sqlgym")
+        assert {env for env in digests if changed[env] != digests[env]} == {owner}
+        (folder / name).write_bytes(content)
+    assert digests_of(contents_of(registry_of(folder))) == digests
+
+
+def test_digest_of_a_large_file_covers_its_ends_and_its_length(tmp_path: Path) -> None:
+    path = tmp_path / "corpus"
+    content = bytearray(BLOCK_BYTES * 3)
+    seen: set[str] = set()
+    for place in (None, 0, BLOCK_BYTES + 7, len(content) - 1):
+        changed = bytearray(content)
+        if place is not None:
+            changed[place] = 1
+        path.write_bytes(changed)
+        seen.add(digest_of_blocks(path))
+    path.write_bytes(content + b"\0")
+    seen |= {digest_of_blocks(path)}
+    path.write_bytes(b"")
+    seen |= {digest_of_blocks(path)}
+    assert len(seen) == 6
+
+
+def test_item_list_and_package_belong_to_the_digest(tmp_path: Path) -> None:
+    assert digests_of_packages("no-such-package") == {}
+    assert contents_of(Registry(["babyai"]))["babyai"] == digests_of_packages("minigrid")
+    path = tmp_path / "items.json"
+    seen: list[dict[str, str]] = []
+    for numbers in ([0, 1], [0, 2], [0, 1]):
+        path.write_text(json.dumps(numbers), encoding="utf-8")
+        options = edited(EnvsSection(), {"babyai.test_items": str(path)})
+        seen.append(contents_of(Registry(["babyai"], options))["babyai"])
+    assert seen[0].keys() == {"minigrid", "envs.babyai.test_items"}
+    assert seen[0] != seen[1]
+    assert seen[0] == seen[2]
 
 
 @pytest.mark.slow

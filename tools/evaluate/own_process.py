@@ -139,7 +139,7 @@ def player_of(engine: "Engine", renderer: Renderer, actor: ActorSection) -> Epis
                 list(ids),
                 request_id=f"{plan.episode_id}:{next(numbers)}",
                 max_tokens=actor.max_turn_tokens,
-                salt="play",
+                salt=lambda: "play",
                 seed=seeds.next(),
                 on_tokens=on_tokens,
             )

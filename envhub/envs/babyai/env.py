@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from common.config.envs import BabyaiOptions, EnvsSection
+from envhub.digests import digests_of_packages
 from envhub.env import EnvSpec, ItemId, StepResult, Style, action_text
 from envhub.envs.babyai import actions as act
 from envhub.envs.babyai import levels, text
@@ -357,5 +358,10 @@ def make_spec(options: EnvsSection) -> EnvSpec:
     kind = AgentGymBabyAiEnv if has_rules else BabyAiEnv
     make = partial(kind, options=options.babyai)
     return spec_beside(
-        __file__, SUBSETS, make, from_agentgym=levels.from_agentgym, column_item=levels.column_item
+        __file__,
+        SUBSETS,
+        make,
+        from_agentgym=levels.from_agentgym,
+        column_item=levels.column_item,
+        content=digests_of_packages("minigrid"),
     )

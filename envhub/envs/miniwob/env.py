@@ -10,6 +10,7 @@ from starlette.routing import Mount
 from starlette.staticfiles import StaticFiles
 
 from common.config.envs import BrowserOptions, EnvsSection
+from envhub.digests import digests_of_packages
 from envhub.env import EnvFailure, EnvSpec, StepResult, Style, parse_item
 from envhub.envs.miniwob import pages
 from envhub.envs.miniwob.experts import table as experts
@@ -293,5 +294,6 @@ def make_spec(options: EnvsSection) -> EnvSpec:
             for name, num_pages in mixed.items()
         },
         stop=world.stop,
+        content=digests_of_packages("miniwob"),
     )
     return browser_spec(spec, options.browser)

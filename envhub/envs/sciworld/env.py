@@ -18,6 +18,7 @@ from py4j.protocol import Py4JError
 from scienceworld.constants import BASEPATH, JAR_PATH
 
 from common.config.envs import EnvsSection, SciworldOptions
+from envhub.digests import digests_of_packages
 from envhub.env import EnvFailure, EnvSpec, Isolation, StepResult, Style, action_text, parse_item
 from envhub.envs.sciworld import catalogue
 from envhub.envs.sciworld.catalogue import Variation
@@ -522,6 +523,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         from_agentgym=catalogue.from_agentgym,
         column_item=catalogue.column_item,
         stop=machines.stop,
+        content=digests_of_packages("scienceworld"),
     )
 
 

@@ -295,6 +295,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         worker_memory_bytes=library.memory_bytes(options.searchqa),
         step_timeout_s=library.call_timeout_s(options.searchqa),
         from_agentgym=lambda index: agentgym_item(index, subsets, wrap=shared.is_world),
+        content=library.content_of(options.searchqa),
     )
 
 

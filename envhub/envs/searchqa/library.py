@@ -10,6 +10,7 @@ from urllib.parse import SplitResult, urlsplit
 from common.config.envs import SearchqaOptions
 from common.http.blocking import request
 from common.text import json_bytes, valid_text
+from envhub.digests import digest_of_blocks, digest_of_files, digests_of_packages
 from envhub.env import EnvFailure
 from envhub.envs.searchqa.index import FileRetriever, MemoryRetriever, index_path
 from envhub.envs.searchqa.passages import Passage, Retriever, make_passage, read_passage
@@ -169,6 +170,22 @@ def memory_bytes(options: SearchqaOptions) -> int:
     except OSError:
         corpus_bytes = 0  # `faults` reports the reason.
     return BASE_MEMORY_BYTES + MEMORY_PER_CORPUS_BYTE * corpus_bytes
+
+
+def content_of(options: SearchqaOptions) -> dict[str, str]:
+    """Return the digests of the question files and of the corpus; `faults` reports absent ones.
+
+    The passages of a retrieval server are unknown.
+    """
+    content: dict[str, str] = {}
+    if options.questions_dir:
+        folder = Path(options.questions_dir)
+        files = question_files(folder)
+        content["envs.searchqa.questions_dir"] = digest_of_files(folder, files)
+    if options.corpus and not options.retriever_url and Path(options.corpus).is_file():
+        content["envs.searchqa.corpus"] = digest_of_blocks(Path(options.corpus))
+        content |= digests_of_packages("bm25s")
+    return content
 
 
 def faults(options: SearchqaOptions) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from common.config.envs import EnvsSection, SqlgymOptions
 from common.text import counted, is_file_name
+from envhub.digests import digest_of_files, digest_of_sizes
 from envhub.env import (
     EnvFailure,
     EnvSpec,
@@ -393,7 +394,21 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         max_workers=MAX_WORKERS,
         step_timeout_s=chosen.gold_timeout_s + chosen.query_timeout_s + OVERHEAD_S,
         from_agentgym=problems.from_agentgym,
+        content=content_of_bird(Path(chosen.bird_dir)) if chosen.bird_dir else {},
     )
+
+
+def content_of_bird(folder: Path) -> dict[str, str]:
+    """Return the digests of BIRD's folder. Its databases are compared by their sizes."""
+    required = files_of(folder)
+    files = [path for path in required if path.suffix == ".json"]
+    databases = [
+        path for each in required if each not in files for path in sorted(each.rglob("*.sqlite"))
+    ]
+    return {
+        "envs.sqlgym.bird_dir": digest_of_files(folder, files),
+        "databases of envs.sqlgym.bird_dir": digest_of_sizes(folder, databases),
+    }
 
 
 def check(options: EnvsSection) -> list[str]:

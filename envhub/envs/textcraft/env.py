@@ -9,9 +9,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.config.envs import EnvsSection
+from envhub.digests import digest_of_files
 from envhub.env import EnvSpec, StepResult, Style, action_text, parse_item
 from envhub.envs.text_env import TextEnv, plain_result
 from envhub.envs.textcraft.book import Book, Recipe
@@ -487,7 +489,11 @@ def make_spec(options: EnvsSection) -> EnvSpec:
     if options.textcraft.exchanged_frac:
         make = partial(ExchangedEnv, catalogue=catalogue, frac=options.textcraft.exchanged_frac)
     spec = spec_beside(__file__, catalogue.subsets, make, from_agentgym=catalogue.from_agentgym)
-    return replace(spec, tasks=catalogue.tasks()) if folder else spec
+    if not folder:
+        return spec
+    root = Path(folder)
+    content = {"envs.textcraft.recipes_dir": digest_of_files(root, root.glob("*.json"))}
+    return replace(spec, tasks=catalogue.tasks(), content=content)
 
 
 def check(options: EnvsSection) -> list[str]:

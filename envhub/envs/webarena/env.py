@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from common.config.envs import EnvsSection, WebarenaOptions
 from common.errors import ConfigError
+from envhub.digests import digest_of_files
 from envhub.env import EnvFailure, EnvSpec, ItemId, SubsetSpec, UnknownItem
 from envhub.tables import read_table
 from envhub.tasks import first_items
@@ -251,4 +252,6 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         },
         from_agentgym=table.item_id,
     )
-    return replace(spec, is_repeatable=False)  # All episodes change the same sites.
+    content = {"tasks of libwebarena": digest_of_files(path.parent, [path])}
+    # All episodes change the same sites.
+    return replace(spec, is_repeatable=False, content=content)

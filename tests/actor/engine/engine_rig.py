@@ -242,7 +242,10 @@ class Rig:
         """Start one request in the name space of the engine's version."""
         return asyncio.create_task(
             self.engine.generate(
-                prompt_ids, request_id=name, max_tokens=max_tokens, salt=f"v{self.engine.version}"
+                prompt_ids,
+                request_id=name,
+                max_tokens=max_tokens,
+                salt=lambda: f"v{self.engine.version}",
             )
         )
 

@@ -66,7 +66,10 @@ class Players:
             prompt = [self._draw.randrange(4, 260) for _ in range(self.prompt_tokens)]
             task = asyncio.create_task(
                 self._engine.generate(
-                    prompt, request_id=f"r{self._num_played}", max_tokens=ANSWER_TOKENS, salt="v0"
+                    prompt,
+                    request_id=f"r{self._num_played}",
+                    max_tokens=ANSWER_TOKENS,
+                    salt=lambda: "v0",
                 )
             )
             self._running.add(task)

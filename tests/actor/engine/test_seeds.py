@@ -38,7 +38,7 @@ def with_engine(policy: Path, seed: int, law: Any) -> Any:
 
 def ask(engine: Any, name: str, *, seed: int | None, prompt: list[int] = PROMPT) -> Any:
     asked: Coroutine[Any, Any, Turn] = engine.generate(
-        prompt, request_id=name, max_tokens=NUM_TOKENS, salt=name, seed=seed
+        prompt, request_id=name, max_tokens=NUM_TOKENS, salt=lambda: name, seed=seed
     )
     return asked
 

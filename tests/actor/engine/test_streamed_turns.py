@@ -34,7 +34,7 @@ def streamed(rig: Rig, name: str, on_tokens: OnTokens, prompt: list[int] = PROMP
     """Start a request whose tokens arrive as they are sampled."""
     return asyncio.create_task(
         rig.engine.generate(
-            prompt, request_id=name, max_tokens=MAX_TOKENS, salt=name, on_tokens=on_tokens
+            prompt, request_id=name, max_tokens=MAX_TOKENS, salt=lambda: name, on_tokens=on_tokens
         )
     )
 
@@ -146,7 +146,7 @@ class Served(ByHeart):
             ids,
             request_id=f"served-{next(self._numbers)}",
             max_tokens=MAX_TOKENS,
-            salt="served",
+            salt=lambda: "served",
             on_tokens=on_tokens,
         )
 

@@ -105,6 +105,39 @@ def test_turn_across_two_pauses_keeps_every_token_and_logprob(rig: Rig) -> None:
     rig.run(law())
 
 
+@pytest.mark.parametrize("has_running", [True, False])
+def test_waiting_requests_reuse_no_prefix_of_older_weights(rig: Rig, has_running: bool) -> None:
+    async def law() -> None:
+        (prompt,) = make_prompts(1, num_tokens=150)
+        first = rig.engine.version + 1
+        with rig.learner() as (publisher, _):
+            async with rig.link() as (link, _task):
+                await rig.publish_first(publisher, link, rig.weights(first))
+                await rig.generate(f"{first}-before", prompt, max_tokens=2)
+                again = await rig.generate(f"{first}-again", prompt, max_tokens=2)
+                assert again.num_cached > 0
+                running: list[asyncio.Task[Turn]] = []
+                if has_running:
+                    running += [rig.generate(f"{first}-running", [5, 6, 7], max_tokens=400)]
+                    await rig.generate(f"{first}-clock", [5, 6], max_tokens=10)
+                await rig.engine._llm.pause_generation(mode="keep", clear_cache=False)
+                assert not any(task.done() for task in running)
+                queued = rig.generate(f"{first}-queued", prompt, max_tokens=2)
+                await asyncio.sleep(0)  # The request leaves for the paused engine.
+                assert rig.engine.num_running == 1 + len(running)
+                rig.engine._is_whole.clear()
+                late = rig.generate(f"{first}-late", prompt, max_tokens=2)
+                await asyncio.sleep(0)  # This one waits in the actor.
+                await asyncio.to_thread(publisher.publish, rig.weights(first + 1))
+                turn, later = await queued, await late
+                await asyncio.wait(running) if running else None
+        assert set(turn.versions + later.versions) == {first + 1}
+        assert turn.num_cached == 0
+        assert later.num_cached == 0
+
+    rig.run(law())
+
+
 def test_merged_outputs_equal_the_sequence_of_their_parts() -> None:
     from vllm.v1.engine import EngineCoreOutput, FinishReason
     from vllm.v1.outputs import LogprobsLists
