@@ -57,7 +57,8 @@ def test_reward_of_a_group_stands_beside_that_of_the_environment(tmp_path: Path)
     assert "· reward 0 · group reward 0.75 ·" in headlines
     assert headlines.count("group reward") == 2
     lines = [{"step": n, "reward/success": 0.5, "group_rewards/mean": n / 4} for n in (1, 2)]
-    run_dir.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    run_dir.metrics.write_text(text, encoding="utf-8")
     cfg = load_config("smoke", [])
     view = view_run(run_dir, cfg.train, cfg.horizon)
     assert "success 0.50 group reward 0.38" in status_line(view)
