@@ -462,6 +462,8 @@ class BabyAiEnv(TextEnv):
             # Our view replaces the level's own, which would be drawn at every primitive.
             self._level.gen_obs = dict
             self._level_name = level_name
+        else:  # A level with a fixed limit does not compute it again.
+            self._level.max_steps = self._max_steps
         self._level.reset(seed=seed)
         self._performed: list[int] = []  # All primitives of the episode.
         self._max_steps = self._level.max_steps

@@ -325,6 +325,16 @@ def test_shaped_reward_equals_minigrids():
     assert env.step("go to green ball 1").reward == 0.0  # never negative
 
 
+@pytest.mark.parametrize("level", ["FindObjS7", "KeyCorridorS6R3", "GoToLocal"])
+def test_shaped_reward_is_the_same_after_another_reset(level: str):
+    env = BabyAiEnv(Style.COMPACT, options=BabyaiOptions(shaped_reward=True))
+    limits = []
+    for _ in range(3):
+        env.reset(f"{level}-train-0", 0)
+        limits.append(env._max_steps)
+    assert limits == [levels.make_level(level).max_steps or limits[0]] * 3
+
+
 def test_agentgym_goal_hides_order_of_parts():
     options = BabyaiOptions(agentgym_goals=True)
     goals = {}
