@@ -149,7 +149,7 @@ def observation_reply(dialect: Dialect, instance: ServedInstance) -> Json | str:
         last = f"{GOAL_MARK} {_line_of(first, GOAL_MARK)}\n{last}"
     return {
         "observation": last or "Environment not initialized",
-        "reward": answer.reward if answer else 0,
+        "reward": instance.reward,
         "score": instance.score,
         "done": answer.done if answer else False,
         "deleted": False,

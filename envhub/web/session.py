@@ -25,6 +25,7 @@ MAX_RETRIES = 5
 MAX_TABS = 8
 JPEG_QUALITY = 60
 GRACE_S = 10.0
+SERVER_ERROR = 500  # From this status on, the site has failed; a missing page is an answer.
 NEW_TAB_TIMEOUT_S = 2.0
 FAR_CORNER = (VIEWPORT[0] - 1, VIEWPORT[1] - 1)
 # Parts of browser errors about a page that was navigated away or closed while it was read.
@@ -122,10 +123,17 @@ class WebSession:
             try:
                 # Move the mouse away, so that nothing on the next page has the hover state.
                 await self._guard(page.mouse.move(*FAR_CORNER))
-                await self._guard(page.goto(url, wait_until="load", timeout=self._timeout_s * 2000))
+                await self._visit(page, url)
             except BrowserError as error:
                 raise EnvFailure(f"{url} cannot be opened: {first_line(error)}") from error
         self._current = self.tabs[-len(urls)]
+
+    async def _visit(self, page: Page, url: str) -> None:
+        """Load an address in a tab. Raises: EnvFailure: the site reports an error of its own."""
+        going = page.goto(url, wait_until="load", timeout=self._timeout_s * 2000)
+        response = await self._guard(going)
+        if response is not None and response.status >= SERVER_ERROR:
+            raise EnvFailure(f"{url} cannot be opened: status {response.status}")
 
     async def picture(self) -> str:
         """Return a screenshot of the current tab as a data URL.
@@ -150,7 +158,7 @@ class WebSession:
         finally:
             self._is_aside = False
         try:
-            await self._guard(page.goto(url, wait_until="load", timeout=self._timeout_s * 2000))
+            await self._visit(page, url)
             yield page
         except BrowserTimeout as error:
             raise EnvFailure(f"{url} does not answer: {first_line(error)}") from error

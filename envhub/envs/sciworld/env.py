@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
 from py4j.protocol import Py4JError
@@ -175,18 +174,6 @@ class Simulator:
         logger.info("ended jvm pid=%d", self.pid)
 
 
-if TYPE_CHECKING:
-    pass
-
-
-def _start(memory_mib: int, timeout_s: float) -> "Simulator":
-    """Return a new JVM with the simulator."""
-    # The catalogue must load without the packages scienceworld and py4j.
-    pass
-
-    return Simulator(memory_mib=memory_mib, timeout_s=timeout_s)
-
-
 class Simulators:
     """A pool of the episodes' JVMs.
 
@@ -200,7 +187,7 @@ class Simulators:
         self._idle: list[Simulator] = []
         self._lock = threading.Lock()
 
-    def take(self) -> "Simulator":
+    def take(self) -> Simulator:
         """Return a JVM for exclusive use.
 
         Raises: EnvFailure: a new one was needed and did not start.
@@ -208,9 +195,11 @@ class Simulators:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        return _start(self._options.jvm_memory_mib, self._options.call_timeout_s)
+        return Simulator(
+            memory_mib=self._options.jvm_memory_mib, timeout_s=self._options.call_timeout_s
+        )
 
-    def give(self, simulator: "Simulator") -> None:
+    def give(self, simulator: Simulator) -> None:
         """Return a JVM to the pool after its episode."""
         if simulator.is_alive:
             with self._lock:
@@ -254,7 +243,9 @@ class GoldPaths:
     def _solve(self, variation: Variation) -> tuple[str, ...]:
         """Return the gold path of a variation, from the JVM for solutions."""
         if self._solver is None or not self._solver.is_alive:
-            self._solver = _start(self._options.gold_memory_mib, self._options.call_timeout_s)
+            self._solver = Simulator(
+                memory_mib=self._options.gold_memory_mib, timeout_s=self._options.call_timeout_s
+            )
         self._solver.load(variation, self._options.simplifications, with_gold=True)
         return self._solver.gold_path()
 
@@ -337,9 +328,6 @@ def _listed(lines: list[str]) -> str:
     return joined.removeprefix("; ")
 
 
-if TYPE_CHECKING:
-    pass
-
 # Memory of a worker beyond the JVM heaps: its process, its JVM, and the JVM of the gold paths.
 OVERHEAD_MIB = 700
 # Maximum number of the simulator's moves; AgentGym ends an episode with the next one.
@@ -399,21 +387,24 @@ class SciWorldEnv(TextEnv):
         self._choices = listed_choices(outcome.observation)
         self._num_turns += 1
         self._performed.append((line, is_understood))
-        self._done = outcome.is_complete or outcome.score < 0 or self._is_spent(outcome.score)
+        is_solved = outcome.score >= 100 and not self._has_rules
+        is_over = outcome.is_complete or outcome.score < 0 or is_solved
+        self._done = is_over or self._is_spent()
         return StepResult(
             observation=self._worded(outcome.observation),
             reward=min(max(outcome.score, 0), 100) / 100,
             done=self._done,
             is_valid=is_understood,
             is_success=self._done and outcome.score >= 100,
+            is_truncated=self._done and not is_over,
             score=outcome.score if self._has_rules else None,
         )
 
-    def _is_spent(self, score: int) -> bool:
-        """Return whether the episode has ended: it is solved, or the turns are used up."""
+    def _is_spent(self) -> bool:
+        """Return whether the turns are used up, or with AgentGym's rules the moves."""
         if self._has_rules:
             return self._live().num_moves() > MAX_MOVES
-        return score >= 100 or self._num_turns >= self._max_turns
+        return self._num_turns >= self._max_turns
 
     def detail(self, what: str) -> object:
         """Return the data for the routes of AgentGym's page and reset."""
@@ -450,7 +441,7 @@ class SciWorldEnv(TextEnv):
         """Return an observation in the style of the episode."""
         return compact_text(observation) if self._is_compact else observation
 
-    def _live(self) -> "Simulator":
+    def _live(self) -> Simulator:
         """Return the simulator of the running episode."""
         assert self._simulator is not None, "an episode is used before its reset"
         return self._simulator

@@ -4,15 +4,16 @@ import asyncio
 import html
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from typing import Any
-from urllib.parse import parse_qs, urlsplit, urlunsplit
+from urllib.parse import SplitResult, parse_qs, urlsplit, urlunsplit
 
 from playwright.async_api import Error as BrowserError
 from playwright.async_api import Page
 
 from envhub.env import EnvFailure
 from envhub.tables import read_table
+from envhub.web.browser import first_line
 from envhub.web.session import WebSession
 
 CALL = re.compile(r"func:(?P<name>\w+)\((?P<arguments>.*)\)")
@@ -88,6 +89,7 @@ async def page_value(locator: str, page: Page) -> str:
 logger = logging.getLogger(__name__)
 OR = " |OR| "
 UNACHIEVABLE = "N/A"
+CRASHED = "crashed"  # Part of the browser's error about a page whose process has ended.
 GRADE_TIMEOUT_S = 45.0
 WORDS = read_table(__file__, "words.yaml")
 FILLER_WORDS = frozenset(WORDS["filler"].split())
@@ -164,22 +166,25 @@ def answer_matches(references: Mapping[str, Any], answer: str) -> bool:
 def url_matches(reference: str, url: str) -> bool:
     """Whether an address has the host, path and query values of one of the references.
 
-    References are joined by " |OR| ". An address may have further parts.
+    References are joined by " |OR| ". An address may have further parts: the path of a reference is
+    a part of it, and a value of the query is equal.
     """
     references = [urlsplit(part.strip().rstrip("/")) for part in reference.split(OR)]
     address = urlsplit(url.rstrip("/"))
-    base = address.netloc + address.path
-    if not any(part.netloc + part.path in base for part in references):
+    base = _place(address)
+    if not any(_place(part) in base for part in references):
         return False
     wanted: dict[str, set[str]] = {}
     for part in references:
         for name, values in parse_qs(part.query).items():
             wanted.setdefault(name, set()).update(values)
     has = parse_qs(address.query)
-    return all(
-        any(value in given for value in values for given in has.get(name, []))
-        for name, values in wanted.items()
-    )
+    return all(values.intersection(has.get(name, [])) for name, values in wanted.items())
+
+
+def _place(parts: SplitResult) -> str:
+    """Return host and path without a slash at the end."""
+    return (parts.netloc + parts.path).rstrip("/")
 
 
 def contents_match(required: Mapping[str, Any], text: str) -> bool:
@@ -241,20 +246,38 @@ async def _pages_match(targets: Iterable[Mapping[str, Any]], session: WebSession
 async def _read(page: Page, target: Mapping[str, Any]) -> str:
     """Return the text that the target's locator selects; "" if it selects nothing.
 
-    Locators are JavaScript expressions from our or WebArena's task files, never from a model.
+    Locators are JavaScript expressions from our or WebArena's task files, never from a model. A
+    preparing action that fails has no effect, as in WebArena.
+
+    Raises: EnvFailure: the page is gone.
     """
     locator: str = target["locator"].strip()
     if not locator:
         return await page.content()
+    for action in target.get("prep_actions", ()):
+        if await _evaluated(page, page.evaluate(f"() => {{ {action} }}")) is FAILED:
+            break
+    if locator.startswith("func:"):
+        value = await _evaluated(page, page_value(locator, page))
+    else:
+        value = await _evaluated(page, page.evaluate(f"() => {locator}"))
+    return "" if value is None or value is FAILED else str(value)
+
+
+FAILED = object()
+
+
+async def _evaluated(page: Page, script: Coroutine[Any, Any, Any]) -> Any:
+    """Return the value of a script of a check; FAILED if it raised an error.
+
+    A script raises an error if the page lacks its element.
+
+    Raises: EnvFailure: the page is gone.
+    """
     try:
-        for action in target.get("prep_actions", ()):
-            await page.evaluate(f"() => {{ {action} }}")
-        if locator.startswith("func:"):
-            value = await page_value(locator, page)
-        else:
-            value = await page.evaluate(f"() => {locator}")
+        return await script
     except BrowserError as error:
-        # A locator raises an error if the page lacks its element.
-        logger.debug("locator found nothing locator=%s error=%s", locator, error)
-        return ""
-    return "" if value is None else str(value)
+        if page.is_closed() or CRASHED in str(error):
+            raise EnvFailure(f"the page to check is gone: {first_line(error)}") from error
+        logger.debug("script of a check failed url=%s error=%s", page.url, error)
+        return FAILED

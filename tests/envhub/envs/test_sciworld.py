@@ -98,6 +98,7 @@ def test_gold_path_reaches_reward_one(machines, item_id, style):
         rewards.append(result.reward)
         done = result.done
     env.close()
+    assert not result.is_truncated
     assert rewards[-1] == 1.0
     assert max(rewards[:-1]) < 1.0
 
@@ -126,7 +127,7 @@ def test_first_observation_shows_task_and_room(env, machines):
 def test_wrong_focus_ends_with_no_reward(env):
     env.reset("Find-test-8", 0)
     result = env.step("focus on agent")
-    assert (result.reward, result.done) == (0.0, True)
+    assert (result.reward, result.done, result.is_truncated) == (0.0, True, False)
     assert env.valid_actions() == []
     assert env.expert_action() is None
     with pytest.raises(RuntimeError, match="ended"):
@@ -188,7 +189,8 @@ def test_episode_ends_at_its_turn_limit(env):
     env.reset("Lifespan-test-0", 0)
     results = [env.step("look around") for _ in range(20)]
     assert [result.done for result in results] == [False] * 19 + [True]
-    assert results[-1].reward == 0.0
+    assert (results[-1].reward, results[-1].is_success) == (0.0, False)
+    assert results[-1].is_truncated  # The task would have continued.
 
 
 def test_jvm_is_reused_and_remembers_nothing(machines):

@@ -45,6 +45,10 @@ def site_app() -> FastAPI:
     async def send(who: str = Form(), tint: str = Form(), day: str = Form("")) -> RedirectResponse:
         return RedirectResponse(f"/other?said={who}-{tint}-{day}", status_code=303)
 
+    @app.get("/broken")
+    async def broken() -> HTMLResponse:
+        return HTMLResponse("<p>You said hi</p>", status_code=503)
+
     @app.get("/slow")
     async def slow() -> HTMLResponse:
         await asyncio.sleep(0.1)

@@ -369,3 +369,42 @@ def test_chart_draws_a_single_point_and_an_interval_as_a_band(page: Page, url: s
     legend = page.locator("main .legend li")
     expect(legend).to_have_count(1)
     expect(legend).to_contain_text("0.6 [0.2, 0.8]")
+
+
+def test_band_of_two_seeds_has_the_quantile_of_students_t(page: Page, url: str) -> None:
+    page.goto(url)
+    script = """async (quantiles) => {
+      const { pooled } = await import("/static/views.js");
+      const series = { a: { step: [1], x: [0.2] }, b: { step: [1], x: [0.4] } };
+      const pools = [{ names: ["a", "b"], title: "p" }];
+      return pooled({ title: "t", series: ["x"] }, series, pools, quantiles)[1];
+    }"""
+    drawn = page.evaluate(script, [12.5])
+    assert drawn["p"] == [pytest.approx(0.3)]
+    assert drawn["p high"] == [pytest.approx(0.3 + 12.5 * 0.1)]
+
+
+def test_continued_run_shows_its_last_evaluation_at_its_version(page: Page, url: str) -> None:
+    page.goto(url)
+    script = """async (evaluations) => {
+      const { evaluationsCard } = await import("/static/results.js");
+      document.querySelector("main").replaceChildren(evaluationsCard({ evaluations, step: 80 }));
+      return document.querySelector("main .hero").textContent;
+    }"""
+    scores = {
+        f"{name}-model": {"num": 9, "success": share, "ci95": [0, 1], "version": version}
+        for name, share, version in (
+            ("before", 0.1, 0),
+            ("after", 0.2, 40),
+            ("step-60", 0.3, 60),
+            ("after-2", 0.4, 80),
+        )
+    }
+    assert page.evaluate(script, scores) == "10% → 40%"
+    page.evaluate("""() => {
+      const plain = window.uPlot;
+      window.uPlot = function (...given) { window.drawn = given[1]; return new plain(...given); };
+    }""")
+    page.evaluate(script, scores)
+    page.wait_for_function("window.drawn")
+    assert page.evaluate("window.drawn.slice(0, 2)") == [[0, 40, 60, 80], [0.1, 0.2, 0.3, 0.4]]

@@ -33,7 +33,7 @@ from tools.dashboard.reading.index_cache import MIN_ROWS
 from tools.dashboard.reading.rows import find, page
 from tools.dashboard.reading.run_source import RunSource, _action_of, group_advantages
 from tools.dashboard.reading.sources import ConversationFile, Sources, find_run, open_source
-from tools.dashboard.web.views import overview
+from tools.dashboard.web.views import compare, overview
 
 NUM_MANY = 100_000
 
@@ -507,3 +507,18 @@ def test_finished_command_beside_a_run_shows_its_own_steps(tmp_path: Path) -> No
     assert (stopped["state"], finished["state"]) == ("stopped", "finished")
     assert (finished["step"], finished["num_steps"]) == (12, None)
     assert overview(read(part.root))["verdict"]["sentence"] == ""
+
+
+def test_compared_runs_of_different_lengths_have_points_at_equal_steps(tmp_path: Path) -> None:
+    runs = []
+    for name, num in (("a", 1500), ("b", 2500)):
+        run_dir = RunDir(root=tmp_path / name)
+        run_dir.root.mkdir()
+        lines = (json.dumps({"step": i, "reward/success": 0.5}) for i in range(1, num + 1))
+        run_dir.metrics.write_text("\n".join([*lines, ""]), encoding="utf-8")
+        runs.append(read(run_dir.root))
+    shown = compare(runs)
+    short, long = (shown["series"][run.name]["step"] for run in runs)
+    assert len(short) == 500
+    assert short == long[:500]
+    assert shown["quantiles"] == [pytest.approx(12.7062)]

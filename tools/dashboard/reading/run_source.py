@@ -165,9 +165,14 @@ class MetricColumns:
             for i in range(first, self.num)
         ]
 
-    def series(self, names: Iterable[str] | None = None) -> dict[str, list[float | None]]:
-        """Return columns of at most `MAX_POINTS` values, each the mean of equally many steps."""
-        width = max(1, math.ceil(self.num / MAX_POINTS))
+    def series(
+        self, names: Iterable[str] | None = None, *, num_steps: int = 0
+    ) -> dict[str, list[float | None]]:
+        """Return columns of at most `MAX_POINTS` values, each the mean of equally many steps.
+
+        With `num_steps` a value is the mean of as many steps as in a run of that length.
+        """
+        width = max(1, math.ceil(max(self.num, num_steps) / MAX_POINTS))
         wanted = self.columns if names is None else {*names, "step"}
         return {
             name: [_mean(column[i : i + width]) for i in range(0, self.num, width)]

@@ -12,7 +12,7 @@ from typing import Any
 from common.cpu import cpu_seconds
 from common.store.members import members_of
 from common.store.run_dir import as_map, json_object
-from learner.intervals import seeds_interval
+from learner.intervals import seeds_interval, student_quantile
 from learner.journal.index import EpisodeRows
 from learner.policy.precision_choice import recorded_precision
 from learner.views import charts, evaluations, played, rows_by_name, rows_by_subset, score
@@ -210,12 +210,15 @@ def compare(runs: Sequence[RunSource]) -> dict[str, Any]:
     names = {name: None for run in runs for name in run.metrics.columns}
     shown = charts(names)
     wanted = {name for chart in shown for name in chart["series"]}
+    # Equal bins in all runs, so that seeds of different lengths have points at the same steps.
+    longest = max((run.metrics.num for run in runs), default=0)
     return {
         "runs": [run.summary() | {"seed": flat[run.name].get("run.seed", "")} for run in runs],
         "pools": pools(flat),
         "evaluations": _pooled_evaluations(runs, pools(flat)),
         "charts": shown,
-        "series": {run.name: run.metrics.series(wanted) for run in runs},
+        "series": {run.name: run.metrics.series(wanted, num_steps=longest) for run in runs},
+        "quantiles": [student_quantile(degrees) for degrees in range(1, len(runs))],
         "config": differing,
     }
 

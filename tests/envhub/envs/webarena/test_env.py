@@ -11,6 +11,7 @@ from envhub.catalogue.registry import missing_requirements
 from envhub.env import AsyncEnv, EnvFailure, EnvSpec, Style, SubsetSpec
 from envhub.envs.webarena import env as webarena
 from envhub.envs.webarena.env import RemoteWorld, public_names
+from envhub.web.site_tasks.checks import grade
 from envhub.web.site_tasks.env import SiteCatalogue, SiteTaskEnv
 from tests.envhub.web.web_rig import Rig, needs_browser
 
@@ -61,13 +62,52 @@ def test_remote_sites_show_public_names_and_are_graded(foreign: Rig):
         result = await env.step("```goto [http://onestopmarket.com/other?said=hi]```")
         assert result.is_valid
         assert "You said hi" in result.observation
-        result = await env.step("```stop []```")
-        await env.close()
-        await world.stop()
-        return result.reward
+        try:
+            return (await env.step("```stop []```")).reward
+        finally:
+            await env.close()
+            await world.stop()
 
     assert foreign.run(episode(checks)) == 1.0
     assert foreign.run(episode({**checks, "program_html": [broken]})) == 0.0
+    prepared = {**last, "prep_actions": ["document.querySelector('.none').click()"]}
+    assert foreign.run(episode({**checks, "program_html": [prepared]})) == 1.0
+    failing = {**target, "url": f"{url}/broken"}
+    with pytest.raises(EnvFailure, match="status 503"):
+        foreign.run(episode({**checks, "program_html": [failing]}))
+
+
+@needs_browser
+@pytest.mark.slow
+def test_reset_fails_when_a_site_reports_its_own_error(foreign: Rig):
+    url = f"http://{foreign.site.address}"
+
+    async def episode():
+        spec, world = remote_spec(f"{url}/broken?", {"eval_types": []})
+        env = cast(AsyncEnv, spec.make(Style.COMPACT))
+        with pytest.raises(EnvFailure, match="status 503"):
+            await env.reset("Shopping-test-0", 0)
+        await world.stop()
+
+    foreign.run(episode())
+
+
+@needs_browser
+@pytest.mark.slow
+def test_check_of_a_page_that_is_gone_raises(foreign: Rig):
+    target = {"url": "last", "locator": "document.title",
+              "required_contents": {"exact_match": "Home"}}  # fmt: skip
+    checks = {"eval_types": ["program_html"], "program_html": [target]}
+
+    async def episode():
+        session = await foreign.session()
+        assert await grade(checks, session, "") == 1.0
+        await session.page.close()
+        with pytest.raises(EnvFailure, match="gone"):
+            await grade(checks, session, "")
+        await session.close()
+
+    foreign.run(episode())
 
 
 @needs_browser

@@ -49,6 +49,8 @@ def test_answer_matches_refuses_an_unknown_comparison():
         ("http://a.test/x?s=1", "http://a.test/x?t=2&s=1", True),
         ("http://a.test/x?s=1", "http://a.test/x?s=2", False),
         ("http://a.test/x?s=1", "http://a.test/x", False),
+        ("http://a.test/x?s=1", "http://a.test/x?s=10", False),
+        ("http://a.test/x/?s=1", "http://a.test/x?s=1", True),
         ("http://a.test/x |OR| http://a.test/y", "http://a.test/y", True),
         ("http://a.test/x?n=1 |OR| http://a.test/x?n=2", "http://a.test/x?n=2", True),
     ],

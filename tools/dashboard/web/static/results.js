@@ -6,11 +6,14 @@ const right = (value) => h("td", { class: "r" }, value ?? "–");
 const interval = (each) => (each?.ci95 ? `${percent(each.success)} [${(100 * each.ci95[0]).toFixed(1)}, ${(100 * each.ci95[1]).toFixed(1)}]` : percent(each?.success));
 const points = (value) => `${value > 0 ? "+" : ""}${(100 * value).toFixed(1)}`;
 
+// A run that was continued after its end has several evaluations after training. The last one counts.
+const AFTER = /^after-(\d+-)?model$/;
+
 export function evaluationsCard(found) {
   const all = found.evaluations, report = found.report || {};
   const absent = Object.entries(report.absent || {}), failed = Object.entries(all).filter(([, each]) => each.failed);
   if (!Object.keys(all).length && !absent.length) return null;
-  const ends = ["before-model", "after-model"].map((name) => all[name]).filter((each) => each?.num);
+  const ends = [all["before-model"], Object.entries(all).findLast(([name]) => AFTER.test(name))?.[1]].filter((each) => each?.num);
   const gain = report.gain;
   const isPartial = found.indexed < 1 && gain && (all["after-model"]?.num ?? 0) < gain.num_pairs;
   const verdict = !gain?.ci95 ? "" : gain.ci95[0] > 0 ? "" : gain.ci95[1] < 0 ? " – worse than before training" : " – no significant change";
@@ -27,7 +30,7 @@ export function evaluationsCard(found) {
 // Held-out success over steps: before, during and after training, with its interval.
 function curve(found) {
   const at = Object.entries(found.evaluations).map(([name, each]) => {
-    const step = name === "before-model" ? 0 : name === "after-model" ? found.step : Number(/^step-(\d+)-model$/.exec(name)?.[1] ?? NaN);
+    const step = name === "before-model" ? 0 : AFTER.test(name) ? each.version : Number(/^step-(\d+)-model$/.exec(name)?.[1] ?? NaN);
     return { step, each };
   }).filter(({ step, each }) => !Number.isNaN(step) && each.num).sort((a, b) => a.step - b.step);
   if (!at.length) return null;
@@ -39,7 +42,7 @@ export function subsetsCard(found, run, link) {
   const evals = Object.entries(found.evaluations).filter(([name, each]) => /^(before|after)-/.test(name) && each.num);
   const names = [...new Set([...Object.keys(found.subsets), ...evals.flatMap(([, each]) => Object.keys(each.by_subset))])];
   if (!names.length) return null;
-  const last = evals.findLast(([name]) => /^after-(\d+-)?model$/.test(name))?.[1] || evals.find(([name]) => name === "before-model")?.[1];
+  const last = evals.findLast(([name]) => AFTER.test(name))?.[1] || evals.find(([name]) => name === "before-model")?.[1];
   const worth = (name) => last?.by_subset[name]?.success ?? found.subsets[name]?.success ?? 1;
   names.sort((a, b) => worth(a) - worth(b));
   const note = (name) => found.report?.notes?.[name] ? h("span", { class: "dim small" }, ` (${visible(found.report.notes[name])})`) : null;

@@ -102,13 +102,14 @@ export async function compareView({ run, runs, params, link }) {
   const keys = Object.entries(found.config);
   return [picker,
     pooledCard(found),
-    h("div", { class: "grid" }, found.charts.map((each) => chart(...pooled(each, found.series, pools)))),
+    h("div", { class: "grid" }, found.charts.map((each) => chart(...pooled(each, found.series, pools, found.quantiles)))),
     h("section", { class: "card", style: { "margin-top": "14px" } }, h("h2", {}, "Differences in the configuration"), keys.length ? table(["key", ...found.runs.map((each) => each.name)],
       keys.map(([key, values]) => h("tr", {}, h("td", {}, key), found.runs.map((each) => h("td", { class: "wrap" }, visible(values[each.name])))))) : h("p", { class: "dim" }, "The configurations differ in the run name only."))];
 }
 
 // One line for each pool: the mean over its seeds. The 95 % interval of several seeds is a band.
-function pooled(spec, series, pools) {
+// `quantiles` are those of Student's t for 1, 2, ... degrees of freedom.
+export function pooled(spec, series, pools, quantiles) {
   const name = spec.series[0];
   const steps = [...new Set(pools.flatMap((pool) => pool.names.flatMap((each) => series[each].step || [])))].sort((a, b) => a - b);
   const data = { step: steps }, labels = {}, bands = {};
@@ -119,7 +120,7 @@ function pooled(spec, series, pools) {
     data[title] = mean;
     labels[title] = title;
     if (names.length < 2) continue;
-    const half = found.map((values, i) => values.length < 2 ? null : 1.96 * Math.sqrt(values.reduce((sum, v) => sum + (v - mean[i]) ** 2, 0) / (values.length - 1) / values.length));
+    const half = found.map((values, i) => values.length < 2 ? null : quantiles[values.length - 2] * Math.sqrt(values.reduce((sum, v) => sum + (v - mean[i]) ** 2, 0) / (values.length - 1) / values.length));
     bands[title] = [[-1, "low"], [1, "high"]].map(([sign, word]) => {
       data[`${title} ${word}`] = mean.map((value, i) => value == null || half[i] == null ? null : value + sign * half[i]);
       return `${title} ${word}`;
