@@ -34,6 +34,7 @@ from tools.evaluate.play import EpisodePlayer, PlannedEpisode, PlayJob, lease_of
 if TYPE_CHECKING:
     from actor.engine.engine import Engine
 
+QUIET_TRACKER = "ignore:resource_tracker:UserWarning"
 END_S = 10.0  # Seconds for the process to end after a signal.
 
 
@@ -64,7 +65,7 @@ def play_in_own_process(job: PlayJob, cfg: RunConfig) -> None:
     args = (job, cfg.model, cfg.actor, cfg.run.seed, cfg.log.level)
     process = context.Process(target=_play_process, args=args, name="play")
     mark = secrets.token_hex(16)
-    resource_tracker.ensure_running()  # Started without the mark, because it outlives the process.
+    start_tracker()  # Started without the mark, because it outlives the process.
     with contextlib.closing(Guardian()) as guardian:
         # The process has no group of its own until it has loaded this module.
         guardian.add_mark(mark)
@@ -80,6 +81,23 @@ def play_in_own_process(job: PlayJob, cfg: RunConfig) -> None:
             f"the process that played {counted(len(job.plans), 'episode')} failed:"
             f" {describe_exit(code)}"
         )
+
+
+def start_tracker() -> None:
+    """Start the process that removes the semaphores of killed processes, and make it quiet.
+
+    The engine's processes are killed, so their semaphores are not "leaked".
+    """
+    name = "PYTHONWARNINGS"
+    before = os.environ.get(name)
+    os.environ[name] = ",".join(filter(None, [before, QUIET_TRACKER]))
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _end(process: BaseProcess) -> None:
