@@ -155,6 +155,7 @@ class Loop:
         self._num_skipped = learner.num_skipped
         self._num_stale = 0  # Episodes that became stale since the last step.
         self._is_first_batch = True
+        self._wait = ""  # Role or resource that this thread waits for; "" while it computes.
         # Metrics of the last step, for the curriculum and the dispatch gate.
         self._signals: dict[str, float] = {}
         self._held_back: list[PublishedWeights] = []  # Unpublished weights, oldest first.
@@ -269,12 +270,10 @@ class Loop:
         return teacher.waiting_for
 
     def _note_wait(self, missing: str) -> None:
-        """Report the resource that a wait for a batch lacks, until it is there again."""
-        waiting_for = self._learner.intake.status.waiting_for
-        if missing and missing != waiting_for:
-            self._set_status(waiting_for=missing)
-        elif not missing and waiting_for.startswith("teacher: "):
-            self._set_status(waiting_for="actors: a batch")
+        """Report the resource that a wait lacks, and the wait itself once it is there again."""
+        shown = missing or self._wait
+        if shown != self._learner.intake.status.waiting_for:
+            self._show_status(waiting_for=shown)
 
     def _report_skipped(self, batch: TrainBatch) -> None:
         """Report the episodes of a skipped batch as stale; the next batch must be fresh.
@@ -449,6 +448,11 @@ class Loop:
 
     def _set_status(self, **changes: str | float) -> None:
         """Change the state that the heartbeats and the supervisor receive."""
+        self._wait = str(changes.get("waiting_for", self._wait))
+        self._show_status(**changes)
+
+    def _show_status(self, **changes: str | float) -> None:
+        """Change the state that is reported, also to a resource that the present wait lacks."""
         intake = self._learner.intake
         now = time.monotonic()
         intake.status = replace(intake.status, changed_at=now, **changes)  # pyright: ignore[reportArgumentType]

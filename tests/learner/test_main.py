@@ -219,5 +219,16 @@ def test_learner_without_batch_warns_and_waits(
         loop._wait_for_batch()
 
 
+def test_status_returns_to_the_wait_once_a_missing_resource_is_there(tmp_path: Path) -> None:
+    neighbour = Neighbour()
+    loop = Loop(RunConfig(), make_learner(tmp_path, neighbour), threading.Event())
+    engines = "actors: an engine that loads weights"
+    for wait in ("actors: a batch", "actors: evaluation", ""):
+        loop._set_status(waiting_for=wait)
+        for missing in ("teacher: scores", engines, engines, ""):
+            loop._note_wait(missing)
+            assert neighbour.status.waiting_for == (missing or wait)
+
+
 def _config(policy: OnStall) -> RunConfig:
     return edited(RunConfig(), {"run.on_stall": policy})
