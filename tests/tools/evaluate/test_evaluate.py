@@ -300,12 +300,14 @@ def test_mismatched_tokenizer_and_model_are_refused(repository: Path, tmp_path: 
 
 def test_added_token_above_the_last_row_is_accepted(repository: Path, tmp_path: Path) -> None:
     source = repository / "configs" / "policies" / "tiny"
-    for name in ("config.json", "chat_template.jinja", "model.safetensors"):
+    for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(source / name)
+    written = {path: path.stat().st_mtime_ns for path in source.iterdir()}
     tokenizer = AutoTokenizer.from_pretrained(source)
     num_rows = json.loads((source / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     tokenizer.add_tokens([AddedToken(f"<image-{i}>", special=True) for i in range(num_rows)])
     tokenizer.save_pretrained(tmp_path)
+    assert {path: path.stat().st_mtime_ns for path in source.iterdir()} == written
     assert len(tokenizer) > num_rows
     tasks = [TaskSection(env="toy", subset="easy")]
     check_policy(EvalConfig(model=ModelSection(path=str(tmp_path)), tasks=tasks))
