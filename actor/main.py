@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import uvloop
 import zmq.asyncio
@@ -24,7 +25,7 @@ from actor.loops import Parts, ProcessUsage, shut_down, work_together
 from actor.rollout.hubs import Hubs
 from actor.rollout.lockstep import Rounds
 from actor.rollout.pool import EpisodePool
-from actor.rollout.recording import Recordings, why_not_of
+from actor.rollout.recording import Recordings, records_here, why_not_of
 from actor.scheduler_client import SchedulerClient
 from actor.seeds import engine_seed
 from actor.weights.receive import WeightLink
@@ -89,6 +90,8 @@ class RunAccess:
     book: AddressBook
     # Run directory, if it is on this machine; the supervisor reads the actor's state there.
     run_dir: RunDir | None = None
+    # Folder for the records of its episodes; None: they stay in memory.
+    records: Path | None = None
     # The model's folder holds weights. If not, the engine starts with random ones.
     has_weights: bool = True
 
@@ -98,7 +101,8 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
     book = AddressBook(lambda: run_dir.find_address("scheduler"))
     name = cfg.actor.name or f"actor-{socket.gethostname()}-{os.getpid()}"
     keys = own_keys(run_dir.keys, role="actor", name=name)
-    play(cfg, RunAccess(name=name, keys=keys, book=book, run_dir=run_dir))
+    access = RunAccess(name=name, keys=keys, book=book, run_dir=run_dir, records=run_dir.episodes)
+    play(cfg, access)
 
 
 def run_joined(cfg: RunConfig, joined: Joined) -> None:
@@ -108,6 +112,7 @@ def run_joined(cfg: RunConfig, joined: Joined) -> None:
         name=joined.key.name,
         keys=joined.key.as_keys(),
         book=book,
+        records=records_here(joined.key.server_public),
         has_weights=not joined.model_path,
     )
     play(cfg, access)
@@ -282,13 +287,13 @@ def _drop(recordings: Recordings | None, episode_id: str) -> None:
 def _recordings(cfg: RunConfig, access: RunAccess, engine: Engine) -> Recordings | None:
     """Return the records of an engine's episodes; None if lost episodes begin anew.
 
-    An actor without access to the run's directory keeps them in memory: its episodes continue after
-    the loss of a hub, not after its own.
+    A joined actor has a folder of its machine. So its episodes continue after the loss of a hub,
+    and after its own if an actor of the same machine gets their leases.
     """
     if not cfg.actor.continue_episodes:
         return None
     return Recordings(
-        None if access.run_dir is None else access.run_dir.episodes,
+        access.records,
         temperature=cfg.actor.temperature,
         groups=cfg.groups,
         why_not=why_not_of(cfg, lambda: engine.version),

@@ -22,6 +22,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import time
 import zlib
 from array import array
@@ -40,6 +41,7 @@ from common.config.groups import GroupsSection
 from common.config.learner import PartialEpisodes
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, EnvError, HubLost, LongstrideError
+from common.host.process_settings import cache_home
 from common.ids import episode_id_of
 from common.store.run_dir import write_atomically
 from common.wire.messages import EpisodeKind, Lease, PolicyKind
@@ -687,6 +689,27 @@ class Recordings:
     def _remove(self, paths: Iterable[Path]) -> None:
         for path in list(paths):
             path.unlink(missing_ok=True)
+
+
+def records_here(server_public: str) -> Path | None:
+    """Return a folder of this user and machine for the records of a run; None if it has none.
+
+    Folders of other runs without a change for `MAX_AGE_S` are removed.
+
+    Args:
+        server_public: public key of the run's listeners.
+    """
+    above = cache_home() / "longstride" / "episodes"
+    folder = above / digest_of(server_public.encode())
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for each in above.iterdir():
+            if each != folder and _age_s(each) > MAX_AGE_S:
+                shutil.rmtree(each, ignore_errors=True)
+    except OSError as error:
+        logger.warning("records of episodes stay in memory folder=%s reason=%s", above, error)
+        return None
+    return folder
 
 
 def _name_of(episode_id: str) -> str:

@@ -1,6 +1,7 @@
 """Laws of continued episodes: lost and continued equals never lost, token for token."""
 
 import asyncio
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from actor.rollout.recording import (
     RecordedTurn,
     RecordFile,
     Recordings,
+    records_here,
 )
 from common.config.actor import ActorSection, ContextKind
 from common.config.horizon import HorizonUnit
@@ -534,3 +536,22 @@ def test_evaluation_continues_only_at_the_same_version() -> None:
     assert RULE.why_not(lease, {3}, version=3) == ""
     assert "need the version 4" in RULE.why_not(lease, {3}, version=4)
     assert "need the version 4" in RULE.why_not(lease, {3, 4}, version=4)
+
+
+def test_joined_actors_of_a_run_and_machine_share_a_private_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = records_here("key")
+    assert folder is not None
+    assert folder == records_here("key")
+    assert folder != (other := records_here("another key"))
+    assert folder.stat().st_mode & 0o077 == 0
+    assert other is not None
+    os.utime(other, (0.0, 0.0))
+    assert records_here("key") == folder
+    assert not other.exists()  # No run has used it for a week.
+    (tmp_path / "file").write_bytes(b"")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert records_here("key") is None
+    assert "stay in memory" in caplog.text
