@@ -545,7 +545,8 @@ def test_joined_actors_of_a_run_and_machine_share_a_private_folder(
     folder = records_here("key")
     assert folder is not None
     assert folder == records_here("key")
-    assert folder != (other := records_here("another key"))
+    other = records_here("another key")
+    assert folder != other
     assert folder.stat().st_mode & 0o077 == 0
     assert other is not None
     os.utime(other, (0.0, 0.0))
