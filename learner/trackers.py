@@ -240,7 +240,7 @@ class TrackerSink(threading.Thread):
             at = "its end"
             self._send_last_evaluations(tracker)
             tracker.close()
-        except Exception as error:  # noqa: BLE001 - a metrics service must never end a run
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a tracker must never end a run
             logger.warning(
                 "%s failed, the run continues without it at=%s error=%s: %s",
                 self._tracker_name,

@@ -4,6 +4,7 @@ import logging
 import os
 import sqlite3
 import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -86,6 +87,33 @@ def test_failing_tracker_is_logged_once_and_the_metrics_continue(
     text = "mlflow failed, the run continues without it at=step 2 error=ConnectionError:"
     assert texts == [f"{text} server is gone"]
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_tracker_that_calls_exit_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        run_dir = RunDir(root=tmp_path)
+        sink = TrackerSink("mlflow", lambda: sys.exit(3), run_dir, has_evaluations=False)
+        sink.close()
+    assert (
+        "mlflow failed, the run continues without it at=its start error=SystemExit" in caplog.text
+    )
+
+
+def test_all_trackers_close_at_once(tmp_path: Path) -> None:
+    meeting = threading.Barrier(3, timeout=30)  # It raises if they close one after another.
+
+    class Closing(Recorder):
+        def close(self) -> None:
+            meeting.wait()
+            super().close()
+
+    recorders = [Closing() for _ in range(3)]
+    MetricsWriter(
+        RunDir(root=tmp_path), [sink_of(each, tmp_path, close_s=60.0) for each in recorders]
+    ).close()
+    assert all(recorder.is_closed for recorder in recorders)
 
 
 def test_tracker_that_cannot_open_is_logged_once(
