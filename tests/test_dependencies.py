@@ -13,6 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from common.config.load import load_config
+from common.host.machine import FOREIGN_TORCHVISION
 from common.repository import ROOT
 from tests.syntax_trees import nodes_of
 
@@ -38,7 +39,8 @@ BY_NAME = {
 THEIRS = ("envhub/interop/verifiers_process/", "envhub/sandbox/harbor_process.py")
 LOCKS = ("requirements-cpu.lock", "requirements-gpu.lock")
 
-project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+project = pyproject["project"]
 
 
 def canonical(name: str) -> str:
@@ -129,6 +131,14 @@ def test_imported_package_is_declared_where_it_belongs() -> None:
         name: tests[name]
         for name in tests.keys() - declared("gpu", "ray", "envs", "benchmarks", "dev")
     } == {}
+
+
+def test_uv_leaves_out_the_packages_that_break_a_cpu_torch() -> None:
+    left_out = list(map(Requirement, pyproject["tool"]["uv"]["override-dependencies"]))
+    assert [each.name for each in left_out if each.marker is None or each.marker.evaluate()] == []
+    names = {canonical(each.name) for each in left_out}
+    assert names == set(re.findall(r"\btorch(?:audio|codec|vision)\b", FOREIGN_TORCHVISION))
+    assert names & locked("requirements-cpu.lock") == set()
 
 
 def test_quickstart_needs_no_extra_but_the_engine() -> None:
