@@ -58,14 +58,17 @@ def waits(
     return waited_for
 
 
-def culprits(waiting: Mapping[str, str]) -> list[str]:
+def culprits(waiting: Mapping[str, str], status: Mapping[str, Any]) -> list[str]:
     """Return the roles at the end of the chain of waits that begins at the learner.
+
+    The status names the actors. An actor that was added to the run may have any name.
 
     Example: the learner waits for actors, actor-0 for the hub, and actor-1 works. The result is
     envhub and actor-1. If the learner waits for actors, all actors for leases, and the scheduler
     for the learner, the waits form a cycle. The result is all roles in it, without the hub.
     """
-    actors = [name for name in waiting if name.startswith("actor")]
+    members = {str(each.get("name", "")) for each in status.get("actors", [])}
+    actors = [name for name in waiting if name.startswith("actor") or name in members]
     ends: list[str] = []
     visited: list[str] = []
     queue = [LEARNER]

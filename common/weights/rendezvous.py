@@ -180,9 +180,14 @@ class StoreServer(threading.Thread):
                 is_full = not all(group.put(key, request.value) for key in request.keys)
                 self._answer(received, error="this group is full" * is_full)
             case StoreOp.ADD:
-                total = int(group.values.get(request.keys[0], b"0")) + request.amount
-                group.put(request.keys[0], b"%d" % total)
-                self._answer(received, values=[b"%d" % total])
+                try:
+                    (key,) = request.keys
+                    total = int(group.values.get(key, b"0")) + request.amount
+                except ValueError:
+                    self._answer(received, error="a sum needs one key, and a number as its value")
+                    return
+                is_full = not group.put(key, b"%d" % total)
+                self._answer(received, values=[b"%d" % total], error="this group is full" * is_full)
             case StoreOp.DELETE:
                 is_known = all(key in group.values for key in request.keys)
                 for key in request.keys:

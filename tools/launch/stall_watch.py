@@ -321,7 +321,7 @@ class StallWatch:
         still_s = min(self._awake_s - since, youngest_s)
         if still_s <= limit_s:
             return None
-        ends = dict.fromkeys(process_of(name) for name in culprits(waiting))
+        ends = dict.fromkeys(process_of(name) for name in culprits(waiting, status))
         blamed = [name for name in ends if name in activities]
         return blamed, f"the run has finished no episode and no step for {still_s:.0f}s"
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from common.errors import WeightSyncError
+from common.weights.messages import StoreOp
 from common.weights.rendezvous import (
     MAX_GROUP_BYTES,
     MAX_GROUPS,
@@ -54,6 +55,24 @@ def test_rendezvous_requires_key_and_group_membership() -> None:
         with pytest.raises(WeightSyncError, match="this group is not open"):
             reach()
     assert member.get("rank_0") == b"address"
+    meeting.close()
+
+
+def test_sum_without_a_number_is_refused_and_the_store_continues() -> None:
+    meeting = Meeting()
+    store = meeting.store()
+    store.set("word", "abc")
+    for keys in (["word"], [], ["a", "b"]):
+        with pytest.raises(WeightSyncError, match="needs one key, and a number"):
+            store.connection.ask(meeting.group, StoreOp.ADD, keys, amount=1)
+    block = b"x" * (2 << 20)
+    for number in range(MAX_GROUP_BYTES // len(block) - 1):
+        store.set(str(number), block)
+    store.set("rest", b"x" * (len(block) - 200))
+    with pytest.raises(WeightSyncError, match="this group is full"):
+        store.add("counter" * 30, 1)
+    assert store.delete_key("rest")
+    assert store.add("counter" * 30, 1) == 1
     meeting.close()
 
 

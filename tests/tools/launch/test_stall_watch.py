@@ -171,7 +171,13 @@ def test_exiting_role_hangs_only_beyond_its_limit(
 def test_culprit_is_end_or_cycle_of_waits(waiting: dict[str, str], ends: list[str]) -> None:
     if waiting["actor-0"] == "scheduler: leases" and ends != ["learner"]:
         waiting = waiting | {"scheduler": "learner: gate: 4 groups are ahead of the learner"}
-    assert culprits(waiting) == ends
+    assert culprits(waiting, {}) == ends
+
+
+def test_actor_of_any_name_is_a_culprit() -> None:
+    members = [{"name": "actor-0", "waiting_for": "scheduler: leases"}, {"name": "extra"}]
+    waiting = WAITING | {"extra": "", "scheduler": "learner: gate: 4 groups"}
+    assert culprits(waiting, {"actors": members}) == ["extra"]
 
 
 @dataclass
