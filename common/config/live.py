@@ -19,7 +19,7 @@ import yaml
 from common.config.horizon import HorizonKind, HorizonSection
 from common.config.keys import declared, dotted
 from common.config.learner import OptimizerKind
-from common.config.load import config_as_yaml, load_config, parse_override
+from common.config.load import config_as_yaml, hide_credentials, load_config, parse_override
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.store.disk import AppendFile
@@ -323,7 +323,8 @@ def _other_settings(cfg: RunConfig, run_dir: RunDir) -> tuple[dict[str, str], di
         and key not in (*SAME_KEYS, "model.date")
         and stored.get(key, value) != value
     ]
-    return {key: stored[key] for key in keys}, {key: present[key] for key in keys}
+    old, new = ({key: hide_credentials(tree[key]) for key in keys} for tree in (stored, present))
+    return old, new
 
 
 def _leaves(tree: Any, above: str = "") -> dict[str, str]:

@@ -185,13 +185,14 @@ def find_config(config: str) -> Path:
 
 def without_secrets(cfg: RunConfig) -> RunConfig:
     """Return a config for display or transfer: without tokens and credentials in URLs."""
-
-    def bare(url: str) -> str:
-        return re.sub(r"(?<=://)[^/]*@", "hidden@", url)
-
     token = "hidden" if cfg.envhub.token else ""
-    envhub = replace(cfg.envhub, token=token, url=bare(cfg.envhub.url))
-    return replace(cfg, envhub=envhub, env=replace(cfg.env, url=bare(cfg.env.url)))
+    envhub = replace(cfg.envhub, token=token, url=hide_credentials(cfg.envhub.url))
+    return replace(cfg, envhub=envhub, env=replace(cfg.env, url=hide_credentials(cfg.env.url)))
+
+
+def hide_credentials(text: str) -> str:
+    """Return a text without the credentials of its URLs."""
+    return re.sub(r"(?<=://)[^/\s]*@", "hidden@", text)
 
 
 def config_as_yaml(cfg: RunConfig, *, revision: str = "") -> str:

@@ -77,6 +77,15 @@ def test_other_settings_at_a_resume_are_recorded(tmp_path: Path) -> None:
     assert read_changes(run_dir.config_changes)[-1].old == change.new
 
 
+def test_record_of_other_settings_has_no_credentials(tmp_path: Path) -> None:
+    run_dir = RunDir(root=tmp_path)
+    save_config(CFG, run_dir.config)
+    url = "http://name:secret@host:8/v1"
+    with_changes(edited(CFG, {"envs.searchqa.retriever_url": url}), run_dir, now_s=NOW)
+    (change,) = read_changes(run_dir.config_changes)
+    assert change.new == {"envs.searchqa.retriever_url": "http://hidden@host:8/v1"}
+
+
 def test_line_that_a_crash_cut_off_does_not_count(run_dir: RunDir) -> None:
     path = run_dir.config_changes
     path.write_bytes(path.read_bytes() + b'{"number": 2, "st')
