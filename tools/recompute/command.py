@@ -381,8 +381,10 @@ class RecordedResults:
                 return
             distance = _distance(other.logprobs, logprobs)
             row = BatchComparison(_as_json_values(recorded, other, distance, is_same=is_same))
-            if other.digests is not None and recorded.digests is not None:
+            if recorded.digests is not None and other.digests is not None:
                 is_same = is_same and other.digests.weights == recorded.digests.weights
+            elif other.digests is None:  # The filter has left no episode, so it has not trained.
+                is_same = is_same and recorded.step.is_skipped
             if recorded.step.consumed_by >= first:
                 yield row
 

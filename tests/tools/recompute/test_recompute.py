@@ -254,6 +254,17 @@ def test_overrides_are_counterfactual_after_the_first_step(run: RunDir) -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
+def test_learner_without_episodes_is_not_the_recorded_one(run: RunDir) -> None:
+    code, lines = computed(run.root, "horizon=998:999")
+    assert code == 0
+    rows = result(run.root)["rows"]
+    assert {row["note"] for row in rows} == {"no episode left"}
+    trained = [row["step"] for row in rows if not row["recorded"].get("controller/skipped")]
+    policies = {row["policy"] for row in rows if row["step"] > trained[0]}
+    assert policies == {"counterfactual"}
+    assert "the overrides change nothing on this data" not in lines
+
+
 def test_running_baseline_is_recomputed_for_overrides(tmp_path: Path) -> None:
     running = config("algorithm.advantage=running")
     live(tmp_path / "r", running, range(4), skipped=[1], nan=[2], saved=[2])
