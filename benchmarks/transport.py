@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -26,6 +27,7 @@ from numpy.random import default_rng
 from benchmarks.real_run import child
 from benchmarks.suite import Suite
 from common.config.load import load_config
+from common.errors import LongstrideError
 from common.host.child_process import ChildProcess
 from common.store.run_dir import RunDir, write_atomically
 from common.wire.codec import decode, encode
@@ -117,28 +119,39 @@ def send(folder: Path, number: int) -> None:
     """Send with a window until `folder/stop` exists; write the times of the acknowledgements.
 
     The trajectories are encoded first. Then the sender waits for `folder/go`.
+
+    Raises: LongstrideError: a trajectory is refused.
     """
     asked = json.loads((folder / "ask.json").read_text(encoding="utf-8"))
-    context = zmq.Context()
     keys = load_keys(folder / "keys")
-    socket = connect_dealer(context, keys, address=asked["address"])
-    queue = list(encoded(1 + number * GROUPS_PER_SENDER, asked["num"]))
-    (folder / f"ready-{number}").touch()
-    while not (folder / "go").exists():
-        time.sleep(0.005)
-    acked: list[float] = []  # Seconds on the machine's monotonic clock.
+    with zmq.Context() as context:
+        socket = connect_dealer(context, keys, address=asked["address"])
+        queue = list(encoded(1 + number * GROUPS_PER_SENDER, asked["num"]))
+        (folder / f"ready-{number}").touch()
+        while not (folder / "go").exists():
+            time.sleep(0.005)
+        try:
+            acked = _send_all(socket, queue, stop=folder / "stop")
+        finally:
+            socket.close(linger=0)
+    write_atomically(folder / f"sent-{number}.json", json.dumps(acked))
+
+
+def _send_all(socket: Any, queue: list[list[bytes]], *, stop: Path) -> list[float]:
+    """Return the times of the acknowledgements, in seconds on the machine's monotonic clock."""
+    acked: list[float] = []
     num_sent = 0
-    while not (folder / "stop").exists() and len(acked) < len(queue):
+    while not stop.exists() and len(acked) < len(queue):
         while num_sent < len(queue) and num_sent - len(acked) < WINDOW:
             socket.send_multipart(queue[num_sent])
             num_sent += 1
         if socket.poll(POLL_MS):
             while socket.poll(0):
                 answer = decode(socket.recv_multipart())
+                if not isinstance(answer, Ack) or not answer.is_accepted:
+                    raise LongstrideError(f"a trajectory is refused: {answer.reason}")
                 acked += [time.monotonic()] * (1 + len(answer.others))
-    write_atomically(folder / f"sent-{number}.json", json.dumps(acked))
-    socket.close(linger=0)
-    context.term()
+    return acked
 
 
 def receive_raw(folder: Path) -> None:

@@ -8,7 +8,7 @@ alone samples turns of the same lengths with the same concurrency and without en
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from benchmarks.learner.checks.weights import add_actor_cost, run_engine
 from benchmarks.learner.engine import MAX_TOKEN_MS, MAX_TURN_MS
 from benchmarks.real_run import (
     TRAINING_ALONE,
+    Role,
     await_success,
     check_end,
     child,
@@ -117,7 +118,7 @@ def hits(ours: Counter[str], peer: Counter[str]) -> str:
 def measure_run(name: str, load: SamplingRun, *, folder: Path) -> dict[str, float]:
     """Return tokens, processor seconds by role and seconds of a window, and write its turns.
 
-    Raises: LongstrideError: the run failed, or does not generate.
+    Raises: LongstrideError: the run failed, does not generate, or has no process of a role.
     """
     run_dir = folder / name
     overrides = (*SETTINGS, *load.overrides)
@@ -136,6 +137,7 @@ def measure_run(name: str, load: SamplingRun, *, folder: Path) -> dict[str, floa
         took_s = time.monotonic() - started
         after = cpu_seconds(run.pid)
         check_end(run)
+    used_s = cpu_between(before, after)
     records = read_journal(run_dir / "journal", start=begin)
     episodes = [episode for where, episode in records if where < end]
     if not episodes:
@@ -149,8 +151,18 @@ def measure_run(name: str, load: SamplingRun, *, folder: Path) -> dict[str, floa
         "sampled": sum(int(episode.loss_mask.sum()) for episode in episodes),
         "turns": sum(episode.num_turns for episode in episodes),
         "time_s": took_s,
-        **{role: used - before.get(role, 0.0) for role, used in after.items()},
+        **used_s,
     }
+
+
+def cpu_between(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """Return the processor seconds of each role between two measurements.
+
+    Raises: LongstrideError: actor or engine is missing, so that its cost would be 0.
+    """
+    if lacking := sorted({Role.ACTOR, Role.ENGINE} - (before.keys() & after.keys())):
+        raise LongstrideError(f"no process was measured of the role {' or '.join(lacking)}")
+    return {role: used_s - before.get(role, 0.0) for role, used_s in after.items()}
 
 
 def measure_alone(run_dir: Path, *, window_s: float) -> dict[str, float]:

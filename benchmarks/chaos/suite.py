@@ -316,7 +316,7 @@ def add_end(suite: Suite, run_dir: RunDir, *, num_steps: int, campaign: Campaign
     made = {step["version"] for step in steps}
     suite.at_most("episodes lost", ledger["lost"] + unaccounted, "", 0)
     suite.at_most("episodes trained twice", num_twice, "", 0)
-    suite.figure("faults", len(campaign.injected), "", f"seed {suite.seed}")
+    suite.at_least("faults", len(campaign.injected), "", 1, f"seed {suite.seed}")
     suite.figure("steps wanted", num_steps, "")
     suite.at_least("steps made", len(made), "", num_steps)
     redone = log.count("repeated step=")

@@ -209,7 +209,7 @@ class LearnerSide:
             gap_of(plain_scores(load_plain(saved)), self.second),
             gap_of(self._scored(again, Layout.PADDED), self.second),
         ]
-        return max(gaps)
+        return float(np.max(gaps))  # Python's own `max` leaves out a NaN behind a number.
 
     def _published_layout(self) -> PartResult:
         """Compare the files of a composite's checkpoint, file by file, with those it came from."""
@@ -313,7 +313,7 @@ def lora_for(model: PreTrainedModel) -> tuple[LoraSection, str]:
 def gap_of(found: Scores, expected: Scores) -> float:
     """Return the largest difference of the scores of all sequences; NaN if one is NaN."""
     pairs = zip(found, expected, strict=True)
-    return max(_largest(ours, theirs) for ours, theirs in pairs)
+    return float(np.max([_largest(ours, theirs) for ours, theirs in pairs]))
 
 
 def mean_gap_of(found: Scores, expected: Scores) -> float:

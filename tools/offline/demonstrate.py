@@ -197,6 +197,7 @@ async def play_in_branches(
             {
                 **{"conversations": messages, "env": plan.env, "item_id": plan.item_id},
                 **{"episode_id": plan.episode_id, "reward": played.reward},
+                "success": played.is_success,
                 **{"segment": segment, "num_segments": len(rows)},
             }
         )
@@ -361,4 +362,5 @@ async def _play(
         messages.append({"from": "human", "loss": None, "value": result.observation})
     await session.close()
     item = {"env": plan.env, "item_id": plan.item_id}
-    return [{"conversations": messages, **item, "reward": reward}], is_solved
+    result = {"reward": reward, "success": is_solved}
+    return [{"conversations": messages, **item, **result}], is_solved

@@ -44,6 +44,7 @@ from tools.offline.training import Log, ignore, load_start, logged_steps
 logger = logging.getLogger(__name__)
 
 SETTINGS = "evolve_settings.json"  # Settings of all iterations of a run.
+TRAINED = "trained.json"  # Of an iteration whose policy is complete.
 
 # Arguments: config whose model.path plays, iteration, folder of the journal.
 Play = Callable[[EvolveConfig, int, Path], None]
@@ -129,7 +130,7 @@ def run(cfg: EvolveConfig, run_root: Path, *, play: Play, log: Log = ignore) -> 
                 f"evolve.min_reward={cfg.evolve.min_reward:g}: no episode of iteration {iteration}"
                 " has this reward. Lower evolve.min_reward, or start from a better policy."
             )
-        if not (policy / "config.json").exists():
+        if not (folder / TRAINED).exists():
             start = cfg.model.path if cfg.evolve.from_base else newest
             model, _ = load_start(start, cfg.learner, max_tokens=cfg.actor.max_model_len)
             log(
@@ -143,6 +144,7 @@ def run(cfg: EvolveConfig, run_root: Path, *, play: Play, log: Log = ignore) -> 
             seed = cfg.run.seed + iteration
             sft.train(model, selected, section, cfg.learner, seed=seed, log=log)
             save_policy(policy, model, tokenizer)
+            write_json(folder / TRAINED, {"kept": num_kept})
         newest = str(policy)
     whole = replace(cfg.learner, lora=FULL)  # Adapters are already merged.
     return save_policy(Path(cfg.evolve.output), *load_start(newest, whole))

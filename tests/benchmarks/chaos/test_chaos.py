@@ -1,5 +1,6 @@
 """Laws of the suite of faults: it hits whom it names, and counts what that cost."""
 
+import io
 import itertools
 import json
 import os
@@ -35,10 +36,12 @@ from benchmarks.chaos.suite import (
     CampaignLog,
     CampaignSize,
     InjectedFault,
+    add_end,
     quantile,
 )
 from benchmarks.chaos.watch import StepObserver
 from benchmarks.real_run import Role, roles_below
+from benchmarks.suite import Suite
 from common.store.run_dir import RunDir
 
 NOBODY = 1 << 30  # no process has this number
@@ -82,6 +85,22 @@ def test_fault_cost_excludes_undisturbed_step_time() -> None:
     campaign = CampaignLog(injected=[killed], step_times=[0.0, 2.0, 4.0, 11.0, 13.0, 15.0])
     assert campaign.quiet_step_s == 2.0
     assert campaign.lost_s == 15.0 - 5 * 2.0  # the steps that it began to make are lost, too
+
+
+def test_campaign_without_a_fault_fails(tmp_path: Path) -> None:
+    run_dir = RunDir(root=tmp_path)
+    parts = dict.fromkeys(("trained", "filtered", "stale", "failed", "in_flight", "lost"), 0)
+    run_dir.ledger.write_text(json.dumps({"issued": 0, "reissued": 0, **parts}), encoding="utf-8")
+    run_dir.steps.write_text('{"version": 1, "groups": []}\n', encoding="utf-8")
+    run_dir.metrics.touch()
+    run_dir.logs.mkdir()
+    (run_dir.logs / "learner.log").touch()
+    suite = Suite(out=io.StringIO())
+    fault = InjectedFault(fault=ALL_FAULTS[0], began_s=0.0, ended_s=1.0)
+    add_end(suite, run_dir, num_steps=1, campaign=CampaignLog(injected=[fault]))
+    assert suite.failed == []
+    add_end(suite, run_dir, num_steps=1, campaign=CampaignLog())
+    assert suite.failed == ["faults"]
 
 
 def test_quantiles_are_of_values_that_were_measured() -> None:

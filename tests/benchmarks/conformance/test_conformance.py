@@ -231,6 +231,10 @@ def test_largest_difference_decides_a_finding() -> None:
     assert compared(1e-4).verdict is Verdict.RIGHT
     assert compared(2e-4).verdict is Verdict.WRONG
     assert compared(float("nan")).verdict is Verdict.WRONG
+    expected = [[-1.0, -2.0], [-4.0]]
+    assert gap_of([[-1.25, -2.0], [-4.125]], expected) == 0.25
+    for broken in ([[math.nan, -2.0], [-4.0]], [[-1.0, -2.0], [math.nan]]):
+        assert math.isnan(gap_of(broken, expected))
 
 
 def test_mean_difference_decides_in_bf16() -> None:

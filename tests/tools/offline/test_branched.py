@@ -179,6 +179,7 @@ def test_demonstrations_alternate_contexts_and_unreturned_branches(tmp_path: Pat
     with serve(ToyHub().app()) as url:
         demonstrate(edited(SftConfig(), {"envhub.style": "compact", **changes}), url, "", path)
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert all(record["success"] is True for record in records)
     texts = [[each["value"] for each in record["conversations"]] for record in records]
     call, back = "<branch>go</branch>", "<return>go</return>"
     first = [f"Play.\n\nbegin a-train-{number}" for number in range(5)]

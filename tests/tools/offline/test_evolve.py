@@ -100,6 +100,21 @@ def test_interrupted_run_does_not_replay_episodes(cfg: EvolveConfig, tmp_path: P
     assert [iteration for _, iteration in again.calls] == [1]
 
 
+@pytest.mark.slow
+def test_policy_whose_writing_was_interrupted_is_trained_again(
+    cfg: EvolveConfig, tmp_path: Path
+) -> None:
+    policy = tmp_path / "run" / "iteration-0" / "policy"
+    policy.mkdir(parents=True)
+    (policy / "config.json").write_bytes((tmp_path / "base" / "config.json").read_bytes())
+    short = replace(cfg, evolve=replace(cfg.evolve, num_iterations=1))
+    evolve.run(short, tmp_path / "run", play=Player())
+    assert (policy / "model.safetensors").exists()
+    written = (policy / "model.safetensors").stat().st_mtime_ns
+    evolve.run(short, tmp_path / "run", play=Player())
+    assert (policy / "model.safetensors").stat().st_mtime_ns == written
+
+
 def _write(folder: Path, numbers: list[int], *, num_failed: int = 0) -> None:
     """Add episodes to a journal, the even ones with success, and failed episodes."""
     writer = JournalWriter(folder)
