@@ -91,6 +91,7 @@ def test_campaign_without_a_fault_fails(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path)
     parts = dict.fromkeys(("trained", "filtered", "stale", "failed", "in_flight", "lost"), 0)
     run_dir.ledger.write_text(json.dumps({"issued": 0, "reissued": 0, **parts}), encoding="utf-8")
+    run_dir.steps.parent.mkdir()
     run_dir.steps.write_text('{"version": 1, "groups": []}\n', encoding="utf-8")
     run_dir.metrics.touch()
     run_dir.logs.mkdir()
