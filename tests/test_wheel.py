@@ -158,6 +158,7 @@ def test_release_has_its_version_in_tag_changelog_packages_and_images(
     leftover.write_text("", encoding="utf-8")
     done = release(clone, "7.8.9", "--build-arg", "BASE=mirror/debian:12")
     assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
     assert "## [7.8.9] - 20" in (clone / "CHANGELOG.md").read_text(encoding="utf-8")
     assert git(clone, "tag").split() == ["v7.8.9"]
     assert git(clone, "status", "--porcelain") == ""
@@ -192,6 +193,8 @@ def test_installed_command_works_in_any_folder(script: Path, tmp_path: Path) -> 
         text = output_of(script, *words, folder=tmp_path)
         assert "run.py" not in text
     assert "usage: longstride show" in text
+    usage = output_of(script, "--help", folder=tmp_path)
+    assert f"Relative paths start at {tmp_path}.\n" in usage
     steps = output_of(script, "new-env", "mine", folder=tmp_path)
     assert "\nlongstride check-env environments/mine.py:make_spec" in steps
     assert (tmp_path / "environments" / "mine.py").is_file()

@@ -17,7 +17,7 @@ from typing import NoReturn
 from common.config.load import list_configs, word_with_base
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.repository import NAME, git_revision, product_version, with_program_name
+from common.repository import NAME, ROOT, git_revision, product_version, with_program_name
 from common.text import near_hint
 
 # Every command in the order of the help. Its file is its name with "_" for "-".
@@ -276,8 +276,8 @@ def _make_parser() -> _Parser:
             "  run.py                                  train with --config quickstart\n"
             "  run.py --config quickstart run.name=a train.num_steps=20 learner.lr=3e-4\n"
             "  run.py horizon.stages=[5,10] tasks[0].weight=0.5 train.mode=sync\n"
-            "Relative paths start at the project's directory. Exit codes: 0 finished,\n"
-            "1 a role failed, 2 wrong configuration, 130/143 interrupted."
+            f"Relative paths start at {ROOT}.\n"
+            "Exit codes: 0 finished, 1 a role failed, 2 wrong configuration, 130/143 interrupted."
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
