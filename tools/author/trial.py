@@ -187,12 +187,13 @@ def _process(cfg: RunConfig, folder: Path, names: list[str]) -> Iterator[ChildPr
 
 
 def _last(events: Path) -> dict[str, Any]:
-    """Return the last event of the trial's process; {} before the first one."""
+    """Return the last whole event of the trial's process; {} before the first one."""
     try:
-        lines = events.read_text(encoding="utf-8").splitlines()
+        text = events.read_text(encoding="utf-8")
     except FileNotFoundError:
         return {}
-    return json.loads(lines[-1]) if lines and lines[-1].endswith("}") else {}
+    lines = text[: text.rfind("\n") + 1].splitlines()  # An event may be written in parts.
+    return json.loads(lines[-1]) if lines else {}
 
 
 def main(argv: list[str]) -> None:

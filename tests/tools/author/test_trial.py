@@ -8,7 +8,7 @@ import pytest
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import TrialFailed
-from tools.author.trial import try_episodes
+from tools.author.trial import _last, try_episodes
 
 REWARDS = """
 import os
@@ -143,3 +143,16 @@ def test_trial_leaves_no_process(tmp_path: Path) -> None:
     try_episodes(_door(tmp_path, reset=started))
     commands = [each.info["cmdline"] for each in psutil.process_iter(["cmdline"])]
     assert ["sleep", "987"] not in commands
+
+
+def test_event_that_is_written_in_part_does_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    assert _last(path) == {}
+    first, second = '{"doing": "a"}', '{"prompts": [{"env": "b"}]}'
+    for end in range(len(second) + 1):
+        path.write_text(f"{first}\n{second[:end]}", encoding="utf-8")
+        assert _last(path) == {"doing": "a"}
+        path.write_text(second[:end], encoding="utf-8")
+        assert _last(path) == {}
+    path.write_text(f"{first}\n{second}\n", encoding="utf-8")
+    assert _last(path) == {"prompts": [{"env": "b"}]}
