@@ -332,7 +332,12 @@ class Engine:
         return self._whole(last, token_ids, logprobs, versions)
 
     async def generate_together(
-        self, prompts: dict[str, list[int]], *, max_tokens: int, salt: str, seeds: dict[str, int]
+        self,
+        prompts: dict[str, list[int]],
+        *,
+        max_tokens: int,
+        salt: Callable[[], str],
+        seeds: dict[str, int],
     ) -> dict[str, Turn]:
         """Sample one turn for all prompts (request id -> ids) in one reproducible batch order.
 
@@ -348,7 +353,7 @@ class Engine:
             await self._llm.pause_generation(mode="keep", clear_cache=False)
             queues = {}
             for request_id, prompt_ids in prompts.items():
-                prompt = tokens_input(prompt_ids, cache_salt=salt)
+                prompt = tokens_input(prompt_ids, cache_salt=salt())
                 queues[request_id] = await self._llm.add_request(
                     request_id,
                     prompt,

@@ -86,7 +86,7 @@ class Rounds:
             turns = await self._engine.generate_together(
                 {request: each.prompt_ids for request, each in by_request.items()},
                 max_tokens=self._max_tokens,
-                salt=f"v{self._engine.version}",
+                salt=lambda: f"v{self._engine.version}",
                 seeds={request: each.seed for request, each in by_request.items()},
             )
         return {name.partition(":")[2]: each for name, each in turns.items()}

@@ -7,6 +7,7 @@ engine is the command `serve`: real turns at version 0.
 
 import asyncio
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,13 @@ class SharedEngine:
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
 
     async def generate(
-        self, prompt_ids: list[int], *, max_tokens: int, salt: str, seed: int, **_: Any
+        self,
+        prompt_ids: list[int],
+        *,
+        max_tokens: int,
+        salt: Callable[[], str],
+        seed: int,
+        **_: Any,
     ) -> Turn:
         """Sample a turn. Arguments are as of the engine."""
         request = {
@@ -77,7 +84,7 @@ class SharedEngine:
             "max_tokens": max_tokens,
             "temperature": 1.0,
             "seed": seed,
-            "cache_salt": salt,
+            "cache_salt": salt(),
             "logprobs": 0,
             "return_token_ids": True,
             "stop_token_ids": self._end_of_turn_ids,

@@ -123,7 +123,10 @@ async def sample(rig: Rig, prompts: list[list[int]]) -> list[Turn]:
     alone = await asyncio.gather(*single)
     asked = {f"together-{version}-{n}": prompt for n, prompt in enumerate(prompts[half:])}
     together = await rig.engine.generate_together(
-        asked, max_tokens=64, salt=f"v{version}", seeds={name: n for n, name in enumerate(asked)}
+        asked,
+        max_tokens=64,
+        salt=lambda: f"v{version}",
+        seeds={name: n for n, name in enumerate(asked)},
     )
     return [*alone, *together.values()]
 
@@ -143,7 +146,7 @@ def test_prompts_beyond_one_step_follow_their_seeds(rig: Rig) -> None:
             turns = await rig.engine.generate_together(
                 {f"{salt}:{name}": prompts[name] for name in names},
                 max_tokens=8,
-                salt=salt,
+                salt=lambda: salt,
                 seeds={f"{salt}:{name}": int(name) for name in names},
             )
             return {name.partition(":")[2]: turn.token_ids for name, turn in turns.items()}
@@ -211,7 +214,7 @@ def test_damaged_bucket_leaves_the_old_weights_active(rig: Rig) -> None:
 async def a_round(rig: Rig) -> Turn:
     """Sample a turn as in lockstep."""
     turns = await rig.engine.generate_together(
-        {"r": [5, 6]}, max_tokens=5, salt="v1", seeds={"r": 1}
+        {"r": [5, 6]}, max_tokens=5, salt=lambda: "v1", seeds={"r": 1}
     )
     return turns["r"]
 

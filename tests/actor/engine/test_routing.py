@@ -69,7 +69,9 @@ def test_engine_records_experts_of_prompts_samples_and_cached_prefixes(rig: Rig)
         assert np.array_equal(np.sort(again.experts[: len(known)]), np.sort(known))
         asked = {f"round:{n}": each for n, each in enumerate(make_prompts(3, num_tokens=40))}
         seeds = dict.fromkeys(asked, 1)
-        turns = await rig.engine.generate_together(asked, max_tokens=4, salt="x", seeds=seeds)
+        turns = await rig.engine.generate_together(
+            asked, max_tokens=4, salt=lambda: "x", seeds=seeds
+        )
         assert [each.experts.shape[0] for each in turns.values()] == [  # pyright: ignore
             40 + len(each.token_ids) - 1 for each in turns.values()
         ]

@@ -69,7 +69,7 @@ def test_round_that_waits_for_a_sleeper_does_not_block_its_version(rig: Rig) -> 
                     seeds = {"round": 1}
                     waiting = asyncio.create_task(
                         rig.engine.generate_together(
-                            prompts, max_tokens=5, salt="round", seeds=seeds
+                            prompts, max_tokens=5, salt=lambda: "round", seeds=seeds
                         )
                     )
                     await asyncio.to_thread(publisher.publish, rig.weights(31))

@@ -138,6 +138,33 @@ def test_waiting_requests_reuse_no_prefix_of_older_weights(rig: Rig, has_running
     rig.run(law())
 
 
+def test_round_that_waits_for_whole_weights_reuses_no_older_prefix(rig: Rig) -> None:
+    async def law() -> None:
+        (prompt,) = make_prompts(1, num_tokens=150)
+        engine = rig.engine
+        first = engine.version + 1
+        with rig.learner() as (publisher, _):
+            async with rig.link() as (link, _task):
+                await rig.publish_first(publisher, link, rig.weights(first))
+                await rig.generate(f"{first}-before", prompt, max_tokens=2)
+                engine._is_whole.clear()  # As after an update that failed.
+                round_of_one = asyncio.create_task(
+                    engine.generate_together(
+                        {f"{first}-round": prompt},
+                        max_tokens=2,
+                        salt=lambda: f"v{engine.version}",
+                        seeds={f"{first}-round": 1},
+                    )
+                )
+                await asyncio.sleep(0)
+                await asyncio.to_thread(publisher.publish, rig.weights(first + 1))
+                (turn,) = (await round_of_one).values()
+        assert set(turn.versions) == {first + 1}
+        assert turn.num_cached == 0
+
+    rig.run(law())
+
+
 def test_merged_outputs_equal_the_sequence_of_their_parts() -> None:
     from vllm.v1.engine import EngineCoreOutput, FinishReason
     from vllm.v1.outputs import LogprobsLists

@@ -1,6 +1,7 @@
 """Laws of rounds."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,12 +22,17 @@ class EchoEngine:
         self._error = error
 
     async def generate_together(
-        self, prompts: dict[str, list[int]], *, max_tokens: int, salt: str, seeds: dict[str, int]
+        self,
+        prompts: dict[str, list[int]],
+        *,
+        max_tokens: int,
+        salt: Callable[[], str],
+        seeds: dict[str, int],
     ) -> dict[str, Turn]:
         assert max_tokens == 16
         self.seeds |= seeds
         self.rounds.append(prompts)
-        self.salts.append(salt)
+        self.salts.append(salt())
         await asyncio.sleep(0)
         if self._error is not None:
             raise self._error
