@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 MAX_WHOLE = 1 << 1000  # Numbers below this can be compared with a float.
 # Short forms of keys, with the whole keys.
 SHORT_KEYS = {"data": "envs.dataset", "reward": "envs.dataset.reward"}
+KIND = "kind"  # A text in place of a section is the value of its key of this name, if it has one.
 # Values that a key had in the release before, and the values that are used for them.
 REMOVED_VALUES = {("learner.weights_transport", "file"): "auto"}
 # Keys and sections that only the named commands have. Their classes lie beside the code of these
@@ -231,7 +232,9 @@ def choices_of(kind: Any) -> type[Enum] | None:
 def describe_kind(kind: Any) -> str:
     """Return a text about the values that a key of this type accepts."""
     if is_dataclass(kind):
-        return f"a section with {', '.join(field_kinds(kind))}"
+        names = field_kinds(kind)
+        text = f", or a text for its {KIND}" if KIND in names else ""
+        return f"a section with {', '.join(names)}{text}"
     if get_origin(kind) is list:
         (item,) = get_args(kind)
         if named := choices_of(item):
@@ -328,6 +331,8 @@ def conform(value: Any, kind: Any, *, key: str, schema: type[RunConfig] = RunCon
     is_leaf = origin in (None, UnionType) and not is_dataclass(kind)
     if is_leaf and isinstance(value, str) and value.startswith("${"):
         return value
+    if is_dataclass(kind) and isinstance(value, str) and KIND in field_kinds(kind):
+        value = {KIND: value}
     if is_dataclass(kind) and isinstance(value, dict):
         tree = cast(dict[Any, Any], value)
         kinds = field_kinds(kind)

@@ -433,11 +433,20 @@ def offered_keywords(members: Sequence[Mapping[str, Any]], *, has_texts: bool) -
                 "is_completed": True,
                 "stop_condition": m["end_reason"],
                 "example_id": m["item_id"],
-                "trajectory": [],
+                "trajectory": _steps_of(completion),
+                "turn": len(_steps_of(completion)),
             }
             for m, prompt, completion in zip(members, prompts, completions, strict=True)
         ],
     }
+
+
+def _steps_of(completion: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a step of verifiers for each answer of the policy.
+
+    Its `prompt` is left out: with it, the size of a call would grow with the square of the turns.
+    """
+    return [{"completion": [each]} for each in completion if each["role"] == "assistant"]
 
 
 def _info_of(member: Mapping[str, Any]) -> Any:

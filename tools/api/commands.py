@@ -64,7 +64,7 @@ class Training:
     def __iter__(self) -> Iterator[MetricsLine]:
         """Yield the metrics of each step once, as they come, until the run ends.
 
-        A resumed run begins with its first step. An interrupt stops the run.
+        A resumed run begins with its first step. An interrupt of the wait for a step stops the run.
 
         Raises: ConfigError, ProgramFailed: the run ended with an error.
         """

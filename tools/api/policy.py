@@ -49,7 +49,14 @@ def policy_words(policy: "str | Path | Run") -> list[str]:
         folder = Path(policy).expanduser()
         if (folder / "config.json").is_file():
             return [f"model.path={folder.absolute()}"]
-        policy = Run(policy)
+        try:
+            policy = Run(policy)
+        except ConfigError as error:
+            if not folder.is_dir():
+                raise
+            raise ConfigError(
+                f"{folder}: neither a model's folder, which has config.json, nor a run"
+            ) from error
     checkpoints = policy.checkpoints
     if not checkpoints:
         raise ConfigError(f"{policy.path}: this run has no complete checkpoint")

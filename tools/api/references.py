@@ -7,6 +7,7 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 from common.config.envs import EnvsSection
@@ -71,33 +72,49 @@ def _plain(key: str, value: Any) -> Any:
 
 
 def reference_of(key: str, function: Any) -> str:
-    """Return the import path with which another process finds a function.
+    """Return the import path with which another process finds a function or another object.
 
-    Raises: ConfigError: the function belongs to no file, or its module has it under no name.
+    Raises: ConfigError: the object belongs to no file, or no module has it at its top level.
     """
     name = getattr(function, "__qualname__", "")
     module_name = getattr(function, "__module__", None) or ""
     shown = f"{key}={name or type(function).__name__}"
-    module = sys.modules.get(module_name)
     if module_name == "__main__":
         last = name.rpartition(".")[2]
         raise ConfigError(
             f"{shown}: a role cannot import it from __main__, the script or notebook that runs;"
             f" {REMEDY}, and give my_code.{'NAME' if '<' in last else last}"
         )
-    if module is None or not getattr(module, "__file__", None):
-        raise ConfigError(f"{shown}: its module {module_name!r} has no file; {REMEDY}")
-    if "<" in name or "." in name or getattr(module, name or " ", None) is not function:
+    place = _place_of(function)
+    if place is None:
         raise ConfigError(
-            f"{shown}: {module_name} has no function or class {name or '?'!r} at its top level that"
-            " is this object. A lambda, a nested function, a method and a partial cannot travel;"
-            " define it with `def` at the top of its file"
+            f"{shown}: no imported file has this object at its top level. A lambda, a nested"
+            " function, a method and a partial need a name there; after a reload of a module, take"
+            f" the function from the module again; otherwise {REMEDY}"
         )
+    module, name = place
     path = Path(str(module.__file__)).resolve()
     libraries = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")}
-    if "." in module_name or any(path.is_relative_to(each) for each in libraries):
-        return f"{module_name}:{name}"
+    if "." in module.__name__ or any(path.is_relative_to(each) for each in libraries):
+        return f"{module.__name__}:{name}"
     return f"{path}:{name}"
+
+
+def _place_of(function: Any) -> tuple[ModuleType, str] | None:
+    """Return an imported module of a file that has an object at its top level, and its name there.
+
+    The module that defines a function comes first. A partial or an object of a library's class may
+    have a name in a module of the user.
+    """
+    home = sys.modules.get(getattr(function, "__module__", None) or "")
+    others = [module for name, module in sys.modules.items() if name != "__main__"]
+    for module in (home, *others):
+        if isinstance(module, ModuleType) and getattr(module, "__file__", None):
+            name = getattr(function, "__name__", "")
+            for each in (name, *vars(module)):
+                if vars(module).get(each) is function and each.isidentifier():
+                    return module, each
+    return None
 
 
 def import_roots(overrides: Overrides) -> list[str]:

@@ -1,7 +1,7 @@
 """Reading of a run from Python: its episodes, metrics and checkpoints."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,10 @@ from typing import Any
 from common.errors import ConfigError
 from common.repository import ROOT
 from common.store.run_dir import RunDir
+from common.wire.messages import EpisodeKind, Outcome
+from learner.journal.index import EVALUATED, IN_FLIGHT
 from learner.journal.metrics import MetricsLine, read_metrics
+from learner.recovery.reward_log import GroupReward, read_group_rewards
 from tools.dashboard.reading.rows import find
 from tools.dashboard.reading.run_source import RunSource
 from tools.dashboard.reading.sources import find_run
@@ -19,6 +22,7 @@ CHECKPOINT = "step-"
 # Kind of a segment -> role of its message. Other kinds, such as summaries, are the policy's own.
 ROLES = {"prompt": "user", "observation": "user"}
 NOT_TRAINED = -1
+OUTCOMES = (*(each.value for each in Outcome), EVALUATED, IN_FLIGHT)
 
 
 class Records(list[Any]):
@@ -66,7 +70,9 @@ class Episode:
     env: str
     subset: str
     item: str
-    reward: float
+    reward: float  # The environment's.
+    # The reward that training uses in a run with groups.reward; None: the group has none.
+    group_reward: float | None
     solved: bool
     turns: int
     tokens: int  # All tokens of the episode.
@@ -156,8 +162,12 @@ class Run:
         Args:
             step: the step that trained on the episode.
             kind: "train" or "eval".
-            outcome: "trained", "filtered", "stale", "failed" or "evaluated".
+            outcome: one of `OUTCOMES`.
+
+        Raises: ConfigError: there is no such kind or outcome.
         """
+        _check_choice("kind", kind, [each.value for each in EpisodeKind])
+        _check_choice("outcome", outcome, OUTCOMES)
         while self._source.refresh(budget_s=READ_S):
             pass
         wanted = {
@@ -172,20 +182,29 @@ class Run:
         if step is not None:
             trained_at = rows.column("trained_at")
             numbers = [number for number in numbers if trained_at[number] == step]
-        return Records(self._episode(rows.get(number)) for number in numbers)
+        rewards = read_group_rewards(self._dir.group_rewards)
+        return Records(self._episode(rows.get(number), rewards) for number in numbers)
 
     @property
     def problems(self) -> list[str]:
         """Messages about files and records that could not be read."""
         return self._source.problems()
 
-    def _episode(self, row: dict[str, Any]) -> Episode:
-        """Return an episode from its row of the index."""
+    def _episode(self, row: dict[str, Any], rewards: Mapping[str, GroupReward]) -> Episode:
+        """Return an episode from its row of the index, with the reward of its group."""
         trained_at = row["trained_at"]
+        of_group = rewards.get(row["group"])
         names = {each.name for each in dataclasses.fields(Episode)} & row.keys()
         return Episode(
             **{name: row[name] for name in names},
+            group_reward=None if of_group is None else of_group.rewards.get(row["member"]),
             solved=bool(row["success"]),
             step=None if trained_at == NOT_TRAINED else trained_at,
             _source=self._source,
         )
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """Raise ConfigError if a filter has a value that no episode can have; "" matches all."""
+    if value and value not in choices:
+        raise ConfigError(f"{name}={value}: expects one of {', '.join(choices)}")

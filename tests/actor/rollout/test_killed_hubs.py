@@ -40,24 +40,36 @@ DATASET = (
 )
 HAS_TEXTWORLD = importlib.util.find_spec("textworld") is not None
 # Environments in worker processes, whose sessions end with their hub.
-ENVS = ("searchqa", "sciworld", "dataset", *["textworld"] * HAS_TEXTWORLD)
+ENVS = ("searchqa", "sciworld", "dataset", "minisites", "miniwob", *["textworld"] * HAS_TEXTWORLD)
 ITEMS |= {
     "searchqa": "nq-train-3",
     "sciworld": "Find-train-3",
     "dataset": "data-train-3",
+    "minisites": "Shopping-train-3",
+    "miniwob": "choose_date-train-3",
     "textworld": "coin_collector-train-3",
 }
 WORDS |= {
     "searchqa": [f"<search>the founder of {name}</search>" for name in ("Avel", "Brun", "Cor")],
     "sciworld": ["look around", "inventory", "open door to kitchen", "go to kitchen", "wait1"],
     "dataset": ["no idea", "perhaps Rome or not", "a guess"],
+    "minisites": [
+        "click [10]",
+        "click [13]",
+        "click [28]",
+        "click [55]",
+        "scroll [down]",
+        "go_back",
+    ],
+    "miniwob": ["click [0]", "click [1]", "type [1] [hit] [0]", "type [1] [12/05/2016] [0]"],
     "textworld": ["look", "inventory", "go north", "go south", "go east", "go west"],
 }
 
 
 async def play(places: list[HubPlace], engine: SeededEngine, env: str) -> Trajectory:
     """Play an episode at the hubs that `places` has at the time."""
-    cfg = ActorSection(env_timeout_s=120.0, **options_of("full"))
+    room = {**options_of("full"), "max_model_len": 60_000}  # Pages of a browser are long.
+    cfg = ActorSection(env_timeout_s=120.0, **room)
     hubs = Hubs(lambda: list(places), cfg, style="compact")
     await hubs.start()
     box = Box()

@@ -163,6 +163,18 @@ def test_error_names_key_value_and_expectation(override: str, words: str) -> Non
     assert words in error_of([override], "quickstart")
 
 
+def test_text_in_place_of_a_section_is_its_kind(tmp_path: Path) -> None:
+    text = "defaults: smoke\ncurriculum: my_code:items\n"
+    (tmp_path / "mine.yaml").write_text(text, encoding="utf-8")
+    assert load_config(str(tmp_path / "mine.yaml"), []).curriculum.kind == "my_code:items"
+    cfg = load_config("smoke", ["horizon=linear", "horizon.stages=[2,4]", "curriculum=m:f"])
+    assert (cfg.horizon.kind, cfg.horizon.stages, cfg.curriculum.kind) == ("linear", [2, 4], "m:f")
+    with pytest.raises(ConfigError, match=r"curriculum\.kind=all: expects one of horizon"):
+        load_config("smoke", ["curriculum=all"])
+    with pytest.raises(ConfigError, match=r"learner=fast: expects a section with num_nodes"):
+        load_config("smoke", ["learner=fast"])
+
+
 def test_key_given_twice_is_refused() -> None:
     assert "given twice" in error_of([MODEL, "learner.lr=1", "learner.lr=2"])
 

@@ -66,6 +66,13 @@ async def of_verifiers(states, completions, prompts, answers, infos, tasks):
     return [float(c[-1]["content"] == a) for c, a in zip(completions, answers)]
 
 
+def fewest_turns(states):
+    turns = [len(state.get("trajectory", [])) for state in states]
+    assert turns == [state["turn"] for state in states]
+    assert all(s["trajectory"][-1]["completion"][-1] == s["completion"][-1] for s in states)
+    return [min(turns) / each for each in turns]
+
+
 def fails(group):
     raise ZeroDivisionError("no pair")
 
@@ -250,6 +257,16 @@ def test_function_of_the_package_trl_loads_as_it_is(tmp_path: Path) -> None:
 def test_function_of_verifiers_receives_states_and_messages(calls: Any) -> None:
     made = calls("of_verifiers", environment_weight=0.0)
     assert made.reward(of_dataset(0, "7 km"), of_dataset(1, "7")).rewards == {0: 1.0, 1: 0.0}
+
+
+@pytest.mark.slow
+def test_state_of_verifiers_has_a_step_for_each_answer(calls: Any) -> None:
+    made = calls("fewest_turns", environment_weight=0.0)
+    answer = {"role": "assistant", "content": "7 km"}
+    asked = {"role": "user", "content": "How many?"}
+    twice = {"messages": [asked, answer, asked, answer], "num_asked": 1, "completion": "7 km"}
+    reward = made.reward(of_dataset(0, "7 km"), answered(1, "7 km", facts=twice))
+    assert (reward.error, reward.rewards) == ("", {0: 1.0, 1: 0.5})
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from common.errors import ConfigError
 from common.repository import ROOT
 from docs.examples import sort
 from envhub.env import Style
+from learner.ingest.group_rewards import load_group_rewards
 from longstride import train
 from tests.tools.api import rewards
 from tools.api.references import overrides_of
@@ -65,6 +66,25 @@ def test_function_travels_as_the_path_of_its_file(
 
 def test_function_of_a_package_travels_by_its_name() -> None:
     assert overrides_of({"reward": rewards.grade}) == ["reward=tests.tools.api.rewards:grade"]
+
+
+@pytest.mark.slow
+def test_object_with_a_name_in_a_file_travels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (
+        "import functools\nfrom trl.rewards import get_soft_overlong_punishment as punishment\n"
+        "overlong = punishment(20, 10)\ndef scaled(group, by): ...\n"
+        "half = functools.partial(scaled, by=0.5)\nright = lambda group: [1.0] * len(group)\n"
+    )
+    (tmp_path / "own_objects.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    module: Any = __import__("own_objects")
+    path = (tmp_path / "own_objects.py").resolve()
+    for name in ("overlong", "half", "right"):
+        words = overrides_of({"groups.reward": getattr(module, name)})
+        assert words == [f"groups.reward={path}:{name}"]
+        assert load_group_rewards(load_config("smoke", words).groups) is not None
 
 
 def test_class_of_an_environment_travels_as_its_make_spec() -> None:
@@ -146,3 +166,18 @@ def test_function_of_the_script_itself_is_refused_with_the_remedy(tmp_path: Path
 def test_wrong_key_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match=r"nearest is learner\.lr"):
         train("smoke", {"learner.lrr": 1e-3})
+
+
+@pytest.mark.slow
+def test_module_of_the_user_that_hides_a_package_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "tools.py"
+    path.write_text("", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", "from longstride import train"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        encoding="utf-8",
+    )
+    last = done.stderr.strip().splitlines()[-1]
+    assert f"ImportError: {path}: Longstride has a package of the same name, 'tools'" in last

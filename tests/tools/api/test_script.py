@@ -32,6 +32,11 @@ def make_spec():
 def mean(rewards, members, cfg):
     "The reward minus the mean."
     return rewards - rewards.mean()
+
+
+def order(group):
+    "The number of the member."
+    return [member["member"] / 4 for member in group]
 """
 END_S = 120.0
 Trained = tuple[Training, list[MetricsLine]]
@@ -76,6 +81,8 @@ def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
             "tasks": [{"env": own_game.Game, "subset": "four"}],
             "algorithm.advantage": own_game.mean,
             "algorithm.filter_zero_variance": False,
+            "groups.reward": own_game.order,
+            "groups.environment_weight": 0,
         }
         with train("smoke", overrides) as training:
             return training, list(training)
@@ -108,6 +115,18 @@ def test_episodes_are_chosen_by_step_and_success(trained: Trained) -> None:
     assert messages[0]["role"] == "user"
     assert "left:" in messages[0]["content"]
     assert messages[1]["role"] == "assistant"
+
+
+def test_episodes_have_the_rewards_of_their_groups(trained: Trained) -> None:
+    run = trained[0].run
+    members = run.episodes(outcome="trained")
+    assert len(members) >= 3 * 2 * 2
+    assert all(episode.group_reward == episode.member / 4 for episode in members)
+    assert {episode.group_reward for episode in run.episodes(kind="eval")} == {None}
+    with pytest.raises(ConfigError, match="outcome=solved: expects one of trained, filtered,"):
+        run.episodes(outcome="solved")
+    with pytest.raises(ConfigError, match="kind=validation: expects one of train, eval"):
+        run.episodes(kind="validation")
 
 
 def test_final_policy_answers_and_is_evaluated(trained: Trained) -> None:
@@ -174,3 +193,5 @@ def test_failed_start_raises_the_error_of_the_command(folder: Path) -> None:
         Run(folder / "none")
     with pytest.raises(ConfigError, match="no run of this name"):
         Policy(folder / "none")
+    with pytest.raises(ConfigError, match=r"neither a model's folder, which has config\.json"):
+        Policy(folder)
