@@ -3,7 +3,8 @@
 The dashboard, the report and wandb show the same ones.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -126,18 +127,19 @@ def samples(rows: EpisodeRows, *, group: str = "") -> list[dict[str, Any]]:
         rows_by_subset(rows, selected), key=lambda p: float(rows.column("success")[p[1]].mean())
     )
     picked: dict[int, str] = {}
+    place_of: dict[int, int] = {}  # Row -> place of its subset, the hardest first.
     for rank in range(MIN_SAMPLES):
-        for _, part in parts:
+        for place, (_, part) in enumerate(parts):
             for why, column, sign in NOTABLE:
                 order = part[np.argsort(sign * rows.column(column)[part], kind="stable")]
                 fresh = next((int(row) for row in order if int(row) not in picked), None)
                 if fresh is not None and len(picked) < MAX_SAMPLES:
                     picked[fresh] = why if rank == 0 else f"{why} #{rank + 1}"
+                    place_of[fresh] = place
         if len(picked) >= MIN_SAMPLES:
             break
-    chosen = [{**rows.get(row), "why": why} for row, why in picked.items()]
-    hardest = [name for name, _ in parts]
-    return sorted(chosen, key=lambda each: (hardest.index(each["subset"]), each["why"]))
+    ordered = sorted(picked, key=lambda row: (place_of[row], picked[row]))
+    return [{**rows.get(row), "why": picked[row]} for row in ordered]
 
 
 def _has_failed(rows: EpisodeRows, selected: np.ndarray) -> np.ndarray:
@@ -147,8 +149,33 @@ def _has_failed(rows: EpisodeRows, selected: np.ndarray) -> np.ndarray:
 
 
 def rows_by_subset(rows: EpisodeRows, selected: np.ndarray) -> list[tuple[str, np.ndarray]]:
-    """Return the rows of each subset."""
-    return rows_by_name(rows, "subset", selected)
+    """Return the rows of each subset of each environment, by its name as in `subset_names`."""
+    num = rows.num
+    subset_codes = rows.column("subset")[:num].astype(np.int64)
+    env_codes = rows.column("env")[:num]
+    envs = rows.names["env"].texts  # Read after the codes, which another thread appends.
+    subsets = rows.names["subset"].texts
+    num_envs = len(envs)
+    pairs = subset_codes * num_envs + env_codes
+    present = np.flatnonzero(np.bincount(pairs))
+    pair_of = {int(code): (envs[code % num_envs], subsets[code // num_envs]) for code in present}
+    names = subset_names(pair_of.values())
+    chosen = pairs[selected]
+    return [(names[pair_of[int(code)]], selected[chosen == code]) for code in np.unique(chosen)]
+
+
+def subset_names(pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """Return a name for each (environment, subset): "environment/subset" if the subset is not one.
+
+    Example: {("maze", "all"), ("wordle", "all"), ("maze", "far")} -> "maze/all", "wordle/all" and
+    "far".
+    """
+    distinct = dict.fromkeys(pairs)
+    counts = Counter(subset for _, subset in distinct)
+    return {
+        (env, subset): f"{env}/{subset}" if counts[subset] > 1 else subset
+        for env, subset in distinct
+    }
 
 
 def rows_by_name(

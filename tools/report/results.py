@@ -24,6 +24,7 @@ from learner.intervals import gain_interval, wilson_interval
 from learner.journal.journal import load_pruned, read_journal
 from learner.journal.metrics import MetricsLine, read_metrics
 from learner.policy.precision_choice import recorded_precision
+from learner.views import subset_names
 from tools.dashboard.reading.run_source import RunSource
 from tools.dequantise.models import weight_lines
 from tools.report.command import render, title_of
@@ -311,9 +312,10 @@ def _point(step: int, plays: Sequence[Trajectory]) -> CurvePoint | None:
 
 def score(plays: Sequence[HeldOutEpisode]) -> Score:
     """Return success with its interval, overall and by subset. Needs at least one play."""
+    names = subset_names((play.item[0], play.subset) for play in plays)
     by_subset: dict[str, list[bool]] = defaultdict(list)
     for play in plays:
-        by_subset[play.subset].append(play.is_success)
+        by_subset[names[play.item[0], play.subset]].append(play.is_success)
     num_solved = sum(play.is_success for play in plays)
     num = len(plays)
     return Score(
@@ -460,8 +462,14 @@ def build_report(
             num_pruned_files=num_pruned,
         ),
         selection=_read(run_dir.selection, Selection),
-        notes={t.subset: note for t in cfg.tasks if (note := own_tasks(t.env, cfg.envs))},
+        notes=_notes(cfg),
     )
+
+
+def _notes(cfg: RunConfig) -> dict[str, str]:
+    """Return the notes on subsets, by the names that tables have for these."""
+    names = subset_names((task.env, task.subset) for task in cfg.tasks)
+    return {name: note for (env, _), name in names.items() if (note := own_tasks(env, cfg.envs))}
 
 
 def _score(

@@ -154,6 +154,17 @@ def test_score_splits_by_subset() -> None:
     }
 
 
+def test_equal_subsets_of_two_environments_have_scores_of_their_own() -> None:
+    other = dataclasses.replace(play(0, is_success=False), item=("another", "a-test-0"))
+    result = score([play(0, is_success=True), other, play(1, is_success=True, subset="b")])
+    env = play(0, is_success=True).item[0]
+    assert {name: part.success for name, part in result.by_subset.items()} == {
+        f"{env}/a": 1.0,
+        "another/a": 0.0,
+        "b": 1.0,
+    }
+
+
 def test_report_counts_infrastructure_failures_separately(tmp_path: Path) -> None:
     good = [make_eval("before-model", i, is_success=True) for i in range(3)]
     failure = {"end_reason": EndReason.ENV_ERROR, "error": "gone", "is_success": False}

@@ -46,7 +46,8 @@ export function subsetsCard(found, run, link) {
   const worth = (name) => last?.by_subset[name]?.success ?? found.subsets[name]?.success ?? 1;
   names.sort((a, b) => worth(a) - worth(b));
   const note = (name) => found.report?.notes?.[name] ? h("span", { class: "dim small" }, ` (${visible(found.report.notes[name])})`) : null;
-  const look = (name) => isReport ? null : h("td", {}, ["best", "worst", "surprising"].map((sort, i) => [i ? " · " : "", h("a", { href: link("episodes", { run: run.name, subset: name, sort }) }, sort)]));
+  const parts = (name) => name.includes("/") ? { env: name.slice(0, name.indexOf("/")), subset: name.slice(name.indexOf("/") + 1) } : { subset: name };
+  const look = (name) => isReport ? null : h("td", {}, ["best", "worst", "surprising"].map((sort, i) => [i ? " · " : "", h("a", { href: link("episodes", { run: run.name, ...parts(name), sort }) }, sort)]));
   return h("section", { class: "card" }, h("h2", {}, "By subset ", h("span", { class: "dim small" }, "the hardest first; success with 95 % intervals")),
     table(["subset", { title: "in training", right: true }, { title: "episodes", right: true }, ...evals.map(([name]) => ({ title: name.replace(/-model$/, "").replace(/[-_]/g, " "), right: true })), ...(isReport ? [] : ["links"])],
       names.map((name) => h("tr", {}, h("td", {}, visible(name), note(name)), right(interval(found.subsets[name])), right(short(found.subsets[name]?.num ?? 0)), evals.map(([, each]) => right(interval(each.by_subset[name]))), look(name)))));
