@@ -17,7 +17,6 @@ class EpisodeStats:
         self._counts: dict[str, int] = defaultdict(int)
         # Sums by the name of the metric that uses them.
         self._sums: dict[str, float] = defaultdict(float)
-        self._subsets: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
         self._tasks: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
         # Number and sum of the metrics that environments report.
         self._own: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -58,7 +57,7 @@ class EpisodeStats:
             totals[1] += value
         env = trajectory.env
         subset = subset_of(trajectory.item_id)
-        for tally in (self._subsets[subset], self._tasks[env], self._tasks[f"{env}/{subset}"]):
+        for tally in (self._tasks[env], self._tasks[f"{env}/{subset}"]):
             tally[0] += 1
             tally[1] += trajectory.is_success
             tally[2] += is_cut
@@ -78,8 +77,6 @@ class EpisodeStats:
             is_of_turns = name == "episodes/invalid_frac"
             metrics[name] = total / max(counts["turns" if is_of_turns else "episodes"], 1)
         metrics |= {name: total / num for name, (num, total) in sorted(self._own.items())}
-        for subset, (total, solved, _) in sorted(self._subsets.items()):
-            metrics[f"reward/success/{subset}"] = solved / total
         for task, (total, solved, cut) in sorted(self._tasks.items()):
             metrics[f"tasks/episodes/{task}"] = float(total)
             metrics[f"tasks/success/{task}"] = solved / total

@@ -56,8 +56,6 @@ def test_means_are_over_episodes_and_invalid_over_turns() -> None:
         "actor/prefix_hit_frac": 0.5,
         "reward/mean": 0.5,
         "reward/success": 0.5,
-        "reward/success/GoTo-Local": 1.0,
-        "reward/success/depth2": 0.0,
         "episodes/turns_mean": 3.0,
         "episodes/truncated_frac": 0.5,
         "episodes/context_full_frac": 0.0,
