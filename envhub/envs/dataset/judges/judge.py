@@ -9,7 +9,7 @@ import sqlite3
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ class Answer:
     text: str
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    is_cut: bool = False  # The endpoint ended it at `max_tokens`.
 
 
 def key_of(request: Any) -> str:
@@ -135,7 +136,8 @@ class JudgeEndpoint(ModelEndpoint):
     def _read(self, reply: dict[str, Any]) -> Answer:
         """Return the answer in a reply. Raises: Refused: the reply is no chat completion."""
         try:
-            text = reply["choices"][0]["message"].get("content") or ""
+            choice = reply["choices"][0]
+            text = choice["message"].get("content") or ""
             usage: dict[str, Any] = reply.get("usage") or {}
             if not isinstance(text, str):
                 raise TypeError(f"content is {type(text).__name__}")
@@ -143,6 +145,7 @@ class JudgeEndpoint(ModelEndpoint):
                 text=text,
                 prompt_tokens=int(usage.get("prompt_tokens") or 0),
                 completion_tokens=int(usage.get("completion_tokens") or 0),
+                is_cut=choice.get("finish_reason") == "length",
             )
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             shown = self.redacted(f"{reply!s:.{4 * SHOWN_REPLY_CHARS}}")[:SHOWN_REPLY_CHARS]
@@ -330,6 +333,8 @@ class Judge:
             is_last = attempt == self.options.retries
             try:
                 answer = await self._call(self._body(messages, temperature), cost)
+                if answer.is_cut:
+                    answer = replace(answer, text=self.rubric.whole_part(answer.text))
                 score = await self._read(caller, answer.text)
             except Unanswered as error:
                 self._num_unanswered += 1
@@ -340,6 +345,9 @@ class Judge:
                 cost.unparsed += 1
                 self.store.add("unparsed")
                 failure = f"{error} in {answer.text[:SHOWN_CHARS]!r}"
+                if answer.is_cut:
+                    limit = f"reward.{self.options.name}.max_tokens={self.options.max_tokens}"
+                    failure += f", which {limit} cut off"
                 temperature = max(temperature, RETRY_TEMPERATURE)
             else:
                 if self.options.cache:

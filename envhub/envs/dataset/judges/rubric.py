@@ -119,6 +119,21 @@ class Rubric:
         """Return the part of an answer that is searched: its end, without thoughts."""
         return without_thoughts(answer[-MAX_ANSWER_CHARS:])
 
+    def whole_part(self, answer: str) -> str:
+        """Return the part of an answer that counts if the endpoint has cut it at `max_tokens`.
+
+        The last word may be a part of a word, such as "1" of "10". The default rule needs the last
+        line: the judge has not decided on an earlier score.
+
+        Raises: Unparsed: the default rule has no last line to read.
+        """
+        if self._options.json or not answer:  # A part of an object is not valid.
+            return answer
+        if self._pattern is None:
+            raise Unparsed("no last line")
+        is_whole = answer[-1].isspace()
+        return answer if is_whole else answer.removesuffix(answer.rsplit(maxsplit=1)[-1])
+
     def score(self, answer: str, *, matched: str | None = None) -> float:
         """Return the score of an answer, mapped to [0, 1].
 

@@ -22,6 +22,7 @@ class JudgeServer:
         self.answers: list[Answer] = list(answers)
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str] = []
+        self.finish_reason = "stop"
         self.headers: dict[str, str] = {}  # Headers of refusals.
         self.num_at_once = 0
         self.most_at_once = 0
@@ -52,7 +53,8 @@ class JudgeServer:
             return JSONResponse(content, status_code=chosen, headers=self.headers)
         usage = {"prompt_tokens": 7, "completion_tokens": 3}
         message = {"role": "assistant", "content": chosen}
-        return JSONResponse({"choices": [{"message": message}], "usage": usage})
+        choice = {"message": message, "finish_reason": self.finish_reason}
+        return JSONResponse({"choices": [choice], "usage": usage})
 
 
 @contextmanager

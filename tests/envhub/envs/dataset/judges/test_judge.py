@@ -99,6 +99,42 @@ def test_answer_without_a_score_is_a_named_failure(
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("keys", "answer"),
+    [
+        ({}, "Score: 1"),  # The next token may be "0".
+        ({}, "A score of 3 is too low, since it"),
+        ({"pattern": r"grade (\d+)"}, "grade 1"),
+        ({"json": "score"}, 'A {"score": 3'),
+    ],
+)
+def test_answer_that_was_cut_in_its_score_has_none(
+    tmp_path: Path, serve: Serve, keys: dict[str, Any], answer: str
+) -> None:
+    judge = serve(answer)
+    judge.finish_reason = "length"
+    with pytest.raises(EnvFailure, match=r"reward\.judge\.max_tokens=256 cut off"):
+        played(options_of(tmp_path, judge, **keys), "7")
+
+
+@pytest.mark.parametrize(
+    ("keys", "answer"),
+    [
+        ({"pattern": r"grade (\d+)"}, "grade 3, or grade 1"),
+        ({"pattern": r"grade (\d+)"}, "grade 3\n"),
+        ({"json": "score"}, '{"score": 3} and'),
+    ],
+)
+def test_score_before_the_cut_counts(
+    tmp_path: Path, serve: Serve, keys: dict[str, Any], answer: str
+) -> None:
+    judge = serve(answer)
+    judge.finish_reason = "length"
+    options = options_of(tmp_path, judge, **keys)
+    assert [played(options, "7").reward for _ in range(2)] == [pytest.approx(0.3)] * 2
+    assert len(judge.requests) == 1
+
+
 def test_pattern_that_takes_for_ever_is_no_score(tmp_path: Path, serve: Serve) -> None:
     judge = serve("a" * 40)
     with pytest.raises(EnvFailure, match="no answer within 2 s, its time limit"):
