@@ -16,7 +16,13 @@ from common.errors import ConfigError
 from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec, parse_item
 from envhub.envs.dataset.files import digest_of, files_of, find_data, read_records
 from envhub.sandbox.backends import limits_of, make_backend, worker_bytes
-from envhub.sandbox.interface import CommandEnd, SandboxBackend, SandboxLimits, SandboxRequest
+from envhub.sandbox.interface import (
+    CommandEnd,
+    SandboxBackend,
+    SandboxFailed,
+    SandboxLimits,
+    SandboxRequest,
+)
 
 OPENING = re.compile(
     r"^(?:(?P<indent>[ \t]*)|[^`\n]*(?=`))(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>\w*)[^`\n]*$",
@@ -239,7 +245,10 @@ class CodeEnv:
         )
 
     async def _run(self, problem: CodeProblem, program: str) -> tuple[int, str]:
-        """Return how many tests pass, and the limit that ended them; "" if none did."""
+        """Return how many tests pass, and the limit that ended them; "" if none did.
+
+        Raises: SandboxFailed: no test began, such as without Python in the image.
+        """
         options = self._task.options
         mark = secrets.token_hex(16)
         message = {"program": program, "setup": problem.setup, "tests": problem.tests}
@@ -258,8 +267,14 @@ class CodeEnv:
             )
         finally:
             await sandbox.delete()
+        lines = result.text.splitlines()
+        if f"{mark} begins" not in lines:
+            how = f"exit code {result.exit_code}"
+            if result.ended_by is not CommandEnd.EXIT:
+                how = f"the {result.ended_by.value} limit"
+            raise SandboxFailed(f"no test began ({how}): {result.text.strip()[-300:]}")
         expected = {f"{mark} {index}" for index in range(len(problem.tests))}
-        passed = expected.intersection(result.text.splitlines())
+        passed = expected.intersection(lines)
         limit = "" if result.ended_by is CommandEnd.EXIT else result.ended_by.value
         return len(passed), limit
 

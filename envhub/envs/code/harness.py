@@ -2,7 +2,8 @@
 
 It reads {"program", "setup", "head", "entry_point", "tested", "tests",
 "seconds", "mark", "runner"} from the file of its
-first argument and removes the file. The line "MARK INDEX" is written for a test that passed.
+first argument and removes the file. The line "MARK begins" is written before the first test, and
+"MARK INDEX" for a test that passed.
 
 The program of an answer runs in an interpreter of its own (`program.py`, sent as "runner"), which
 has neither the tests nor the mark. Each test runs in a fork of this process, which never executes
@@ -309,6 +310,7 @@ def main() -> None:
     with open(sys.argv[1], encoding="utf-8") as file:
         order = json.load(file)
     os.remove(sys.argv[1])
+    os.write(1, f"{order['mark']} begins\n".encode())
     for index, test in enumerate(order["tests"]):
         if run_test(order, test):
             os.write(1, f"{order['mark']} {index}\n".encode())
