@@ -265,8 +265,10 @@ def measure(
             return samples[-1].turn >= turn
 
         _await(lambda: has_reached(kill_at), roles)
-        os.kill(roles["actor"].pid, signal.SIGKILL)
+        os.kill(roles.pop("actor").pid, signal.SIGKILL)
         num_killed, longest, _ = _counted(run_dir, "actor-0")
+        # An earlier start would give new episodes to the next actor.
+        _await(lambda: _has_lost_actor(run_dir), roles)
         roles["actor"] = start("actor-1", *command, "1", "0")
         started = time.monotonic()
         _await(lambda: _counted(run_dir, "actor-1")[0] > 0, roles)
@@ -337,6 +339,12 @@ def _sample(run_dir: RunDir, roles: dict[str, ChildProcess], *, num_episodes: in
         cpu_s[name] = sum(sum(member.cpu_times()[:2]) for member in family)
         rss_bytes[name] = sum(member.memory_info().rss for member in family)
     return RoleSample(turn=turn, cpu_s=cpu_s, rss_bytes=rss_bytes)
+
+
+def _has_lost_actor(run_dir: RunDir) -> bool:
+    """Return whether the scheduler has reissued the episodes of the killed actor."""
+    status = json.loads(run_dir.status.read_text(encoding="utf-8"))
+    return any(actor["is_dead"] for actor in status["actors"])
 
 
 def _num_ended(run_dir: RunDir, num_episodes: int) -> int:
