@@ -161,6 +161,7 @@ class RoleSample:
 
     turn: float  # Turns that the engine sampled, for each episode.
     cpu_s: dict[str, float]  # CPU seconds so far, by role.
+    kernel_s: dict[str, float]  # The part of them that the kernel used.
     rss_bytes: dict[str, int]
 
 
@@ -184,6 +185,12 @@ class LongEpisodes:
         early, late = (self.near(turn) for turn in (first, last))
         num = (late.turn - early.turn) * len(self.episodes)
         return (late.cpu_s[role] - early.cpu_s[role]) / num
+
+    def kernel_share(self, role: str, first: float, last: float) -> float:
+        """Return the kernel's share of a role's CPU time between two turns."""
+        early, late = (self.near(turn) for turn in (first, last))
+        spent_s = late.cpu_s[role] - early.cpu_s[role]
+        return (late.kernel_s[role] - early.kernel_s[role]) / spent_s
 
     def near(self, turn: float) -> RoleSample:
         """Return the sample nearest to a turn."""
@@ -332,13 +339,16 @@ def _sample(run_dir: RunDir, roles: dict[str, ChildProcess], *, num_episodes: in
     """Measure all roles, with their child processes."""
     turn = _counted(run_dir, "actor-0")[0] / num_episodes
     cpu_s: dict[str, float] = {}
+    kernel_s: dict[str, float] = {}
     rss_bytes: dict[str, int] = {}
     for name, role in roles.items():
         process = psutil.Process(role.pid)
         family = [process, *process.children(recursive=True)]
-        cpu_s[name] = sum(sum(member.cpu_times()[:2]) for member in family)
+        times = [member.cpu_times() for member in family]
+        cpu_s[name] = sum(member.user + member.system for member in times)
+        kernel_s[name] = sum(member.system for member in times)
         rss_bytes[name] = sum(member.memory_info().rss for member in family)
-    return RoleSample(turn=turn, cpu_s=cpu_s, rss_bytes=rss_bytes)
+    return RoleSample(turn=turn, cpu_s=cpu_s, kernel_s=kernel_s, rss_bytes=rss_bytes)
 
 
 def _has_lost_actor(run_dir: RunDir) -> bool:
@@ -381,7 +391,9 @@ def report(suite: Suite, played: LongEpisodes, *, num_turns: int, kill_at: int) 
     for role in ("actor", "hub"):
         before = played.cpu_of_turn(role, *early)
         after = played.cpu_of_turn(role, *late)
-        suite.figure(f"{role}: CPU of a turn, early", 1e6 * before, "us")
+        shares = (played.kernel_share(role, *part) for part in (early, late))
+        note = "in the kernel early, late: " + ", ".join(f"{share:.2f}" for share in shares)
+        suite.figure(f"{role}: CPU of a turn, early", 1e6 * before, "us", note)
         suite.at_most(f"{role}: late over early turn", after / before, "", MAX_GROWTH)
     for role in ("actor", "hub", "intake", "scheduler"):
         sizes = [played.near(mark * num_turns).rss_bytes[role] / 2**20 for mark in MARKS]
