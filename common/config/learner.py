@@ -99,8 +99,11 @@ class Rounding(StrEnum):
     up. stochastic: up or down at random, so that the mean is the master. The random numbers follow
     from the weight's name, its index and the number of updates. Recomputed steps, resumed runs and
     several ranks therefore have the same numbers. It takes 4 more bytes for each trained weight.
+    auto: stochastic on a CPU that trains all weights of a checkpoint of bf16 numbers in bf16, if
+    nearest would hide an update of the learning rate from more than half of them; else nearest.
     """
 
+    AUTO = "auto"
     NEAREST = "nearest"
     STOCHASTIC = "stochastic"
 
@@ -538,7 +541,7 @@ class LearnerSection(RankKeys):
         "Selects the precision of the forward and backward passes. The master weights are fp32.",
     )
     rounding: Rounding = knob(
-        Rounding.NEAREST,
+        Rounding.AUTO,
         "Selects how the trained weights are rounded for passes in bf16 and for their engines. See "
         "docs/PRECISION.md.",
     )

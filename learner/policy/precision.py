@@ -45,7 +45,7 @@ MAX_WIDTH = 16  # Product of the shorter axes: states of Mamba have 16 numbers, 
 def settled_precision(
     learner: LearnerSection, device: torch.device, *, path: str, engine_dtype: str = ""
 ) -> PrecisionChoice:
-    """Return the configured precision, or that of the rule for a checkpoint and these rates.
+    """Return precision and rounding as configured, or as of the rules for a checkpoint.
 
     Args:
         path: folder of the checkpoint to start from; "": new weights.
@@ -536,10 +536,11 @@ class VanishedUpdates:
             logger.warning(
                 "train/vanished_update_frac=%.2f: rounding to %s hides this share of the updates"
                 " from the forward pass until they add up (learning rate %.1e). Set"
-                " learner.precision=fp32 and model.dtype=float32, or raise the learning rate.",
+                "%s learner.precision=fp32 and model.dtype=float32, or raise the learning rate.",
                 hidden,
                 "fp16" if self._dtype is torch.float16 else "bf16",
                 lr,
+                "" if self._dtype is torch.float16 else " learner.rounding=stochastic, or",
             )
         self._is_high = hidden > MAX_HIDDEN_FRAC
         return hidden

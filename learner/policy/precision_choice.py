@@ -29,10 +29,11 @@ MAX_HIDDEN = 0.5  # Share of the weights from which rounding may hide an update.
 
 
 class PrecisionChoice(NamedTuple):
-    """A precision and the reason for it."""
+    """A precision, the reason for it, and the rounding of the weights."""
 
     precision: Precision
     reason: str
+    rounding: Rounding  # Not auto.
 
 
 class _Stored(NamedTuple):
@@ -50,7 +51,7 @@ def choose_precision(
     has_units: bool | None = None,
     engine_dtype: str = "",
 ) -> PrecisionChoice:
-    """Return the configured precision, or that of the rule.
+    """Return the configured precision and rounding, or those of the rules.
 
     The rule of a CPU: bf16 if it has bf16 units. But fp32 for a checkpoint of bf16 numbers if
     rounding would hide an update from more than half of its weights. An update of AdamW is about
@@ -68,20 +69,27 @@ def choose_precision(
         has_units: whether the device has bf16 units; None: as this machine's CPU, or yes on CUDA.
         engine_dtype: value of `model.dtype`; "": the training has no engines.
 
-    With stochastic rounding no update is hidden in the mean, so this does not count.
+    With stochastic rounding no update is hidden in the mean, so this does not count. The rule of
+    `learner.rounding=auto` is at `Rounding`.
 
     Raises: ConfigError: the checkpoint is damaged, the pass has no weights to round
         stochastically, or as `check_engines`.
     """
-    choice = _choice(learner, folder, is_cuda, has_units, engine_dtype)
-    if learner.rounding is Rounding.STOCHASTIC and choice.precision is not Precision.BF16:
+    precision, reason = _choice(learner, folder, is_cuda, has_units, engine_dtype)
+    if learner.rounding is Rounding.STOCHASTIC and precision is not Precision.BF16:
         raise ConfigError(
             "learner.rounding=stochastic: it rounds the weights of passes in bf16, and this run has"
-            f" learner.precision={choice.precision.value} ({choice.reason}). Set"
+            f" learner.precision={precision.value} ({reason}). Set"
             " learner.rounding=nearest, or learner.precision=bf16"
         )
-    check_engines(learner, choice.precision, engine_dtype)
-    return choice
+    check_engines(learner, precision, engine_dtype)
+    rounding = learner.rounding
+    if rounding is Rounding.AUTO:
+        may_round = precision is Precision.BF16 and not is_cuda and not learner.lora.rank
+        lost = _hidden(learner, folder) if may_round else None
+        is_hidden = lost is not None and lost[1] > MAX_HIDDEN
+        rounding = Rounding.STOCHASTIC if is_hidden else Rounding.NEAREST
+    return PrecisionChoice(precision, reason, rounding)
 
 
 def check_engines(learner: LearnerSection, precision: Precision, engine_dtype: str) -> None:
@@ -122,37 +130,51 @@ def _choice(
     is_cuda: bool,
     has_units: bool | None,
     engine_dtype: str,
-) -> PrecisionChoice:
-    """Return the result of `choose_precision`."""
+) -> tuple[Precision, str]:
+    """Return the precision and its reason, as `choose_precision`."""
     if learner.precision is not Precision.AUTO:
-        return PrecisionChoice(learner.precision, "learner.precision is set")
+        return learner.precision, "learner.precision is set"
     device = "GPU" if is_cuda else "CPU"
     if has_units is None:
         has_units = is_cuda or has_bf16_units()
     if not has_units:
-        return PrecisionChoice(Precision.FP32, f"the {device} has no bf16 units")
+        return Precision.FP32, f"the {device} has no bf16 units"
     units = f"the {device} has bf16 units"
     if learner.lora.rank:
         why = "rounding to bf16 hides small changes by adapters from the results of their layers"
         if engine_dtype == "float32":
-            return PrecisionChoice(Precision.FP32, f"{why}, but not in engines in float32")
+            return Precision.FP32, f"{why}, but not in engines in float32"
         if is_cuda or engine_dtype:
-            return PrecisionChoice(Precision.BF16, f"{units}; {why}, as in engines of 16 bits")
-        return PrecisionChoice(Precision.FP32, why)
+            return Precision.BF16, f"{units}; {why}, as in engines of 16 bits"
+        return Precision.FP32, why
     if learner.rounding is Rounding.STOCHASTIC:
-        return PrecisionChoice(Precision.BF16, f"{units}; stochastic rounding hides no updates")
-    stored = None if folder is None else _stored_on_grid(folder)
-    if stored is None:
-        return PrecisionChoice(Precision.BF16, units)
-    step = _smallest_update(learner, stored.width)
-    hidden = float((_half_units(stored.weights) > step).mean())
+        return Precision.BF16, f"{units}; stochastic rounding hides no updates"
+    lost = _hidden(learner, folder)
+    if lost is None:
+        return Precision.BF16, units
+    step, hidden = lost
     why = f"rounding to bf16 hides updates of {step:.1e} from {hidden:.0%} of the weights"
     if is_cuda or hidden <= MAX_HIDDEN:
-        return PrecisionChoice(Precision.BF16, f"{units}; {why}, see train/vanished_update_frac")
+        return Precision.BF16, f"{units}; {why}, see train/vanished_update_frac"
     why = f"{why}: the checkpoint has bf16 numbers"
     if engine_dtype in ("bfloat16", "float16"):
         why += f"; model.dtype={engine_dtype} hides them from the engines, set model.dtype=float32"
-    return PrecisionChoice(Precision.FP32, why)
+    return Precision.FP32, why
+
+
+def _hidden(learner: LearnerSection, folder: Path | None) -> tuple[float, float] | None:
+    """Return the usual update and the share of the weights from which rounding would hide it.
+
+    Args:
+        folder: the checkpoint to start from; None: new weights.
+
+    Returns: None if the weights are not on the grid of bf16.
+    """
+    stored = None if folder is None else _stored_on_grid(folder)
+    if stored is None:
+        return None
+    step = _smallest_update(learner, stored.width)
+    return step, float((_half_units(stored.weights) > step).mean())
 
 
 def recorded_precision(file: Path) -> str:

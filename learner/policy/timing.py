@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from common.config.learner import Attention, Layout, LearnerSection, Precision
+from common.config.learner import Attention, Layout, LearnerSection, Precision, Rounding
 from common.errors import ConfigError
 from common.store.run_dir import read_json, write_json
 from learner.batch.batching import TokenBatch, collate_tokens
@@ -50,7 +50,12 @@ MIN_TOKENS = 96
 MAX_TOKENS = 384
 
 
-_CHOICES: dict[str, Any] = {"precision": Precision, "layout": Layout, "attention": Attention}
+_CHOICES: dict[str, Any] = {
+    "precision": Precision,
+    "rounding": Rounding,
+    "layout": Layout,
+    "attention": Attention,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +124,11 @@ def choose_compute(
         return section
     timings: dict[str, float] = {}
     device = pick_device(learner.device)
-    precision, reason = settled_precision(
+    precision, reason, rounding = settled_precision(
         learner, device, path=model.name_or_path or "", engine_dtype=engine_dtype
     )
     logger.info("learner.precision: %s (%s)", precision.value, reason)
-    learner = replace(learner, precision=precision)
+    learner = replace(learner, precision=precision, rounding=rounding)
     config, num_threads = config_by_rule(learner, model), max(1, learner.num_threads)
     is_open["layout"] &= not packing_problem(model)
     # A network that is sharded later cannot be timed.
@@ -157,7 +162,8 @@ def _kept(learner: LearnerSection, file: Path, is_open: Mapping[str, bool]) -> L
     A precision that was configured since then replaces that of the file, which the report names.
     """
     # A run of a version without this choice was padded and used the rule's kernels.
-    earlier = settled(replace(learner, layout=Layout.PADDED, num_threads=1))
+    plain = replace(learner, layout=Layout.PADDED, rounding=Rounding.NEAREST, num_threads=1)
+    earlier = settled(plain)
     earlier["attention"] = attention_by_rule(pick_device(learner.device).type).value
     first = read_json(file, {}, remedy=_REMEDY)
     recorded = earlier | first
@@ -197,7 +203,7 @@ def _shown(plain: Mapping[str, Any], is_open: Mapping[str, bool]) -> str:
 def config_by_rule(learner: LearnerSection, model: PreTrainedModel) -> ComputeConfig:
     """Return the configured values, and the rules in place of auto."""
     device = pick_device(learner.device)
-    precision, _ = settled_precision(learner, device, path=model.name_or_path or "")
+    precision = settled_precision(learner, device, path=model.name_or_path or "").precision
     layout = learner.layout
     attention = learner.attention
     if layout is Layout.AUTO:

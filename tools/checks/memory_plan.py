@@ -789,13 +789,14 @@ def plan_here(cfg: RunConfig) -> list[MemoryBudget]:
 
 
 def _with_precision(cfg: RunConfig) -> RunConfig:
-    """Return the config with the precision that a start would choose."""
+    """Return the config with the precision and rounding that a start would choose."""
     num_gpus = len(_named_gpus(cfg) if is_elsewhere(cfg) else gpus())
     is_cuda = trains_on_gpu(cfg, num_gpus=num_gpus)
     folder = ROOT / cfg.model.path
     dtype = cfg.model.dtype
-    precision, _ = choose_precision(cfg.learner, folder, is_cuda=is_cuda, engine_dtype=dtype)
-    return replace(cfg, learner=replace(cfg.learner, precision=precision))
+    choice = choose_precision(cfg.learner, folder, is_cuda=is_cuda, engine_dtype=dtype)
+    settled = replace(cfg.learner, precision=choice.precision, rounding=choice.rounding)
+    return replace(cfg, learner=settled)
 
 
 def plan_named(cfg: RunConfig, shape: ModelShape) -> list[MemoryBudget]:

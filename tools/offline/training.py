@@ -83,7 +83,8 @@ def make_passes(model: PreTrainedModel, learner: LearnerSection) -> Passes:
     Raises: ConfigError: packing is configured and not possible; scores differ by more than
         rounding from those of the model's own pass; compilation is configured and not available.
     """
-    precision, reason = settled_precision(learner, model.device, path=model.name_or_path or "")
+    path = model.name_or_path or ""
+    precision, reason, _ = settled_precision(learner, model.device, path=path)
     logger.info("learner.precision: %s (%s)", precision.value, reason)
     make_deterministic(model)
     passes = Passes(
@@ -128,7 +129,9 @@ def train_epochs(
             row, or in all of an epoch. A single such step is skipped and changes nothing.
     """
     logger.info("%s", describe_rates(learner))
-    updates = Updates(model, learner, dtype=passes.scoring.dtype)
+    rounding = settled_precision(learner, model.device, path=model.name_or_path or "").rounding
+    settled = replace(learner, rounding=rounding)
+    updates = Updates(model, settled, dtype=passes.scoring.dtype)
     ranks = Ranks()  # This process alone.
     epochs: list[dict[str, float]] = []
     step = 0

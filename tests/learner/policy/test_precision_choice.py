@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.config.learner import LearnerSection, LoraSection, OptimizerKind, Precision
+from common.config.learner import LearnerSection, LoraSection, OptimizerKind, Precision, Rounding
 from common.config.model import ModelSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
@@ -66,6 +66,30 @@ def test_checkpoint_of_bf16_numbers_is_found_in_fp32_files_too(tmp_path: Path) -
     assert chosen(tmp_path / "trained", lr=1e-5).precision is FP32
     make_model().save_pretrained(tmp_path / "own")
     assert chosen(tmp_path / "own", lr=1e-5).precision is BF16
+
+
+def test_bf16_rounds_stochastically_where_nearest_hides_most_updates(stored: Path) -> None:
+    def rounding(folder: Path | None = stored, **keys: Any) -> Rounding:
+        return chosen(folder, **{"precision": BF16, "lr": 1e-6} | keys).rounding
+
+    assert rounding() is Rounding.STOCHASTIC
+    assert rounding(rounding=Rounding.NEAREST) is Rounding.NEAREST
+    assert rounding(lr=1e-2) is Rounding.NEAREST
+    assert rounding(folder=None) is Rounding.NEAREST
+    assert rounding(precision=FP32) is Rounding.NEAREST
+    assert rounding(is_cuda=True) is Rounding.NEAREST
+    assert rounding(lora=LoraSection(rank=4), engine_dtype="bfloat16") is Rounding.NEAREST
+
+
+def test_a_run_keeps_the_rounding_of_its_first_start(stored: Path, tmp_path: Path) -> None:
+    file = tmp_path / "precision.json"
+    model = make_model()
+    model.name_or_path = str(stored)
+    settings = {"is_repeatable": True, "max_seq_tokens": 64, "num_cores": 1}
+    slow = LearnerSection(precision=BF16, lr=1e-6)
+    assert choose_compute(slow, model, file, **settings).rounding is Rounding.STOCHASTIC
+    fast = LearnerSection(precision=BF16, lr=1e-2)
+    assert choose_compute(fast, model, file, **settings).rounding is Rounding.STOCHASTIC
 
 
 def test_adapters_train_in_fp32_on_a_cpu(stored: Path) -> None:
@@ -132,7 +156,7 @@ def test_rule_follows_the_device_without_such_a_checkpoint(stored: Path) -> None
     assert chosen(None, lr=1e-6).precision is BF16
     assert chosen(stored, lr=1e-2, has_units=False).precision is FP32
     assert chosen(stored, lr=1e-2, is_cuda=True, has_units=False).precision is FP32
-    assert chosen(stored, lr=1e-6, precision=BF16) == (BF16, "learner.precision is set")
+    assert chosen(stored, lr=1e-6, precision=BF16)[:2] == (BF16, "learner.precision is set")
 
 
 def test_dry_run_names_the_precision_of_each_training(stored: Path) -> None:
