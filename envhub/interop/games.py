@@ -167,7 +167,9 @@ class SeededEnv:
 
     def valid_actions(self) -> list[str]:
         """Return sample actions of the game; [] if any text is an action."""
-        return self._game.samples()
+        draws = copy.copy(self._draws)  # What the samples draw changes no later step.
+        with draws.used():
+            return self._game.samples()
 
     def expert_action(self) -> str | None:
         """Return None: the libraries have no experts."""
@@ -232,13 +234,7 @@ class TextArenaGame:
 
     def samples(self) -> list[str]:
         """Return the moves in brackets of the first observation that a copy of the game accepts."""
-        before = random.getstate()
-        try:
-            return [
-                text for text in self._samples if _moved(copy.deepcopy(self._game), text).is_valid
-            ]
-        finally:
-            random.setstate(before)
+        return [text for text in self._samples if _moved(copy.deepcopy(self._game), text).is_valid]
 
     def check(self) -> None:
         """Do nothing: its actions and observations are texts."""

@@ -242,7 +242,10 @@ def describe_server(options: RemoteOptions) -> ServerDescription:
 
 
 def _splits(url: str, options: RemoteOptions) -> dict[str, tuple[str, int]]:
-    """Return the server's names and sizes of train and test; {} if it lists no tasks."""
+    """Return the server's names and sizes of train and test; {} if it lists no tasks.
+
+    Raises: ConfigError: no answer, no such split, or a listed split without a size.
+    """
     status, names = ask_server(url, "/list_environments")
     if status != 200 or not isinstance(names, list) or not names:
         return {}
@@ -261,8 +264,13 @@ def _splits(url: str, options: RemoteOptions) -> dict[str, tuple[str, int]]:
         if not fitting:
             continue
         status, reply = ask_server(url, f"{base}/num_tasks", {"split": fitting[0]})
-        if status == 200 and isinstance(reply, dict):
-            splits[ours] = (fitting[0], int(reply.get("num_tasks", 0)))
+        num = reply.get("num_tasks") if isinstance(reply, dict) else None
+        if status != 200 or type(num) is not int:
+            raise ConfigError(
+                f"env.url={without_login(url)}: {base}/num_tasks answered {status} without a number"
+                f" for the split {fitting[0]!r}, which {base}/splits lists"
+            )
+        splits[ours] = (fitting[0], num)
     return splits
 
 

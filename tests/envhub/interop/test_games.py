@@ -15,9 +15,10 @@ import pytest
 
 from common.errors import ConfigError
 from envhub.catalogue.registry import Registry
-from envhub.env import EnvFailure, Style
+from envhub.env import EnvFailure, Style, SubsetSpec
 from envhub.envs import bfcl
-from envhub.interop.games import make_spec, new_text
+from envhub.interop.games import DRAWING, SeededEnv, make_spec, new_text
+from envhub.interop.texts import ActionResult, RewardRule
 from envhub.interop.yaml_environments import PACKAGES, optional_package
 from tests.venvs import python_with
 
@@ -279,6 +280,44 @@ def test_process_wide_draws_of_an_episode_do_not_depend_on_other_episodes() -> N
         return texts
 
     assert played(is_alone=True) == played(is_alone=False)
+
+
+class Coin:
+    """A game of the process-wide random generators, whose samples draw, too."""
+
+    form = ""
+
+    def samples(self) -> list[str]:
+        assert DRAWING.locked()  # No other episode draws meanwhile.
+        return [f"{random.random()} {np.random.random()}"]
+
+    def check(self) -> None: ...
+
+    def begin(self, seed: int) -> str:
+        return f"{random.random()}"
+
+    def act(self, text: str) -> ActionResult:
+        return ActionResult(
+            text=f"{random.random()} {np.random.random()}", reward=None, is_done=False
+        )
+
+    def close(self) -> None: ...
+
+
+def test_samples_change_no_draws() -> None:
+    env = SeededEnv(Coin(), SubsetSpec(num_train=5, num_test=1, max_turns=5), RewardRule())
+    before = random.getstate()
+
+    def played(num_looks: int) -> list[str]:
+        texts = [env.reset("all-train-3", 0)]
+        for _ in range(3):
+            for _ in range(num_looks):
+                env.valid_actions()
+            texts.append(env.step("a").observation)
+        return texts
+
+    assert played(0) == played(2)
+    assert random.getstate() == before
 
 
 SAMPLES = """

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 from fastapi import FastAPI, WebSocket
+from fastapi.responses import JSONResponse
 
 from common.config.env import RemoteOptions
 from common.errors import ConfigError
@@ -339,6 +340,26 @@ def test_server_tools_are_listed_and_called() -> None:
     assert (wrong.is_valid, "there are: add" in wrong.observation) == (False, True)
     expected = {"type": "call_tool", "tool_name": "add", "arguments": {"a": 2}}
     assert json.loads(right.observation) == expected
+
+
+@pytest.mark.parametrize("answer", [(500, {"num_tasks": 3}), (200, {"detail": "no tasks"})])
+def test_split_without_a_size_is_refused(answer: tuple[int, dict[str, Any]]) -> None:
+    app = server_of(lambda ws, _: reply(ws, {}))
+
+    @app.get("/list_environments")
+    async def names() -> list[str]:
+        return ["tasks"]
+
+    @app.get("/tasks/splits")
+    async def splits() -> list[dict[str, str]]:
+        return [{"name": "train", "type": "train"}]
+
+    @app.post("/tasks/num_tasks")
+    async def size() -> JSONResponse:
+        return JSONResponse(answer[1], status_code=answer[0])
+
+    with serve_app(app) as url, pytest.raises(ConfigError, match="without a number for the split"):
+        make_spec(RemoteOptions(url=url, dialect="openenv"))
 
 
 def test_non_openenv_server_is_refused_before_the_start(hub: str) -> None:
