@@ -104,7 +104,7 @@ def test_answer_without_a_solution_gives_no_reward(mbpp: EnvsSection, answer: st
 
 def test_tests_that_did_not_begin_give_no_reward(tmp_path: Path) -> None:
     need_bubblewrap()
-    options = options_of(tmp_path, [MBPP], total_timeout_s=0.01)
+    options = options_of(tmp_path, [MBPP], total_timeout_s=1e-6)
     with pytest.raises(SandboxFailed, match=r"no test began \(the timeout limit\)"):
         answered(options, MBPP["code"])
 
