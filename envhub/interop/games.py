@@ -167,7 +167,7 @@ class SeededEnv:
 
     def valid_actions(self) -> list[str]:
         """Return sample actions of the game; [] if any text is an action."""
-        draws = copy.copy(self._draws)  # What the samples draw changes no later step.
+        draws = copy.copy(self._draws)  # Samples change no draw of a later step.
         with draws.used():
             return self._game.samples()
 

@@ -71,14 +71,17 @@ def _is_whole(value: Any) -> bool:
 
 
 def _saved(user: ImportedFunction, state: dict[str, Any]) -> str:
-    """Return a state as JSON. Raises: ConfigError: it has another value."""
+    """Return a state as JSON. Raises: ConfigError: the next call would get another value."""
     try:
-        return json.dumps(state, allow_nan=False)
+        text = json.dumps(state, allow_nan=False)
+        if json.loads(text) != state:
+            raise TypeError("a tuple, or a key that is no text")
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"{user.where}: its state cannot be saved as JSON: {error}; use numbers, texts, lists"
             " and maps with texts as keys"
         ) from error
+    return text
 
 
 @dataclass(slots=True)

@@ -44,7 +44,7 @@ from tools.offline.training import Log, ignore, load_start, logged_steps
 logger = logging.getLogger(__name__)
 
 SETTINGS = "evolve_settings.json"  # Settings of all iterations of a run.
-TRAINED = "trained.json"  # Of an iteration whose policy is complete.
+TRAINED = "trained.json"  # Marks an iteration whose policy is complete.
 
 # Arguments: config whose model.path plays, iteration, folder of the journal.
 Play = Callable[[EvolveConfig, int, Path], None]

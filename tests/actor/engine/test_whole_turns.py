@@ -147,7 +147,7 @@ def test_round_that_waits_for_whole_weights_reuses_no_older_prefix(rig: Rig) -> 
             async with rig.link() as (link, _task):
                 await rig.publish_first(publisher, link, rig.weights(first))
                 await rig.generate(f"{first}-before", prompt, max_tokens=2)
-                engine._is_whole.clear()  # As after an update that failed.
+                engine._is_whole.clear()  # A failed update leaves the engine so.
                 round_of_one = asyncio.create_task(
                     engine.generate_together(
                         {f"{first}-round": prompt},

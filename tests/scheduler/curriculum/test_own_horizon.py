@@ -35,6 +35,8 @@ def broken(progress, cfg): return progress.episodes
 def unsaved(progress, cfg):
     progress.state["set"] = {1}
     return 4
+def number_key(progress, cfg): return progress.state.setdefault(1, 4)
+def pair(progress, cfg): return progress.state.setdefault("pair", (4, 5))[0]
 """
 
 
@@ -104,6 +106,8 @@ def test_resumed_horizon_equals_one_that_never_stopped(own: str) -> None:
         ("later", "returned 99 after step 3"),
         ("broken", "AttributeError.*own_horizons.py, line 1"),
         ("unsaved", "cannot be saved as JSON"),
+        ("number_key", "cannot be saved as JSON: .*a key that is no text"),
+        ("pair", "cannot be saved as JSON: a tuple"),
         ("missing", "has no function 'missing'; it has grow"),
     ],
 )
