@@ -91,6 +91,15 @@ class ImportedFunction:
             place = place_of(error, caller=__file__)
             raise ConfigError(f"{self.where}: {type(error).__name__}: {error}{place}") from error
 
+    def check_equal(self, first: Any, second: Any) -> None:
+        """Check the values of two calls with equal arguments. Raises: ConfigError: they differ."""
+        if first != second:
+            raise ConfigError(
+                f"{self.where}: two calls with equal arguments returned {first!r:.100} and"
+                f" {second!r:.100}; it must depend on its arguments alone, without a global"
+                " variable, a clock or random numbers, and must not change them"
+            )
+
 
 def digests_of(functions: Iterable[ImportedFunction]) -> dict[str, str]:
     """Return the digests of the functions' files, by the key and the value that name them."""

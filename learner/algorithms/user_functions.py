@@ -35,6 +35,7 @@ LOG_RATIOS = (0.0, 0.05, -0.05, 0.02, -0.02, 0.04, -0.03)
 TURNS = (0, 0, 1, 1, 2, 2, 2)
 # Rewards of groups: unequal ones, and equal ones, whose deviation is zero.
 GROUPS = ((0.0, 1.0, 0.5, 0.0), (1.0, 1.0, 1.0, 1.0))
+NUM_FILTERED = 8  # Calls of a filter with equal members.
 
 
 def functions_of(cfg: AlgorithmSection) -> list[ImportedFunction]:
@@ -86,9 +87,13 @@ def user_surrogate(reference: str, cfg: AlgorithmSection, device: torch.device =
         return _checked_loss(user, user.call(inputs, cfg), inputs.new_logprobs)
 
     inputs = small_batch(cfg, device)
-    keys = read_keys(cfg, lambda noting: _check_gradient(user, loss(inputs, noting)[0], inputs))
+    losses: list[Tensor] = []
+    keys = read_keys(cfg, lambda noting: losses.append(loss(inputs, noting)[0]))
+    _check_gradient(user, losses[0], inputs)
+    losses.append(loss(inputs, cfg)[0])
+    _check_repeated(user, *losses)
     alone = loss(_first_sequence(inputs), cfg)[0]
-    together = loss(inputs, cfg)[0][: SIZES[0]]
+    together = losses[0][: SIZES[0]]
     return Surrogate(
         loss=loss,
         formula=lambda _: f"(-{user.short})",
@@ -177,6 +182,15 @@ def _shown(values: Tensor) -> list[float]:
     return values.detach()[:NUM_SHOWN].tolist()
 
 
+def _check_repeated(user: ImportedFunction, first: Tensor, second: Tensor) -> None:
+    """Raise ConfigError if the values of two calls with equal arguments differ.
+
+    A GPU may add the same numbers in another order.
+    """
+    if not torch.allclose(first.float(), second.float(), rtol=1e-5, atol=1e-6):
+        user.check_equal(_shown(first), _shown(second))
+
+
 def _gradient(loss: Tensor, inputs: LossInputs) -> Tensor | None:
     """Return the gradient of the policy's log-probabilities; None: the loss has none."""
     if not loss.requires_grad:
@@ -221,7 +235,10 @@ def user_weight(reference: str, cfg: AlgorithmSection, device: torch.device = CP
     batch = small_batch(cfg, device)
     sequences = (batch.sequence_ids, batch.num_sequences)
     log_rho = 20 * torch.tensor(LOG_RATIOS, device=device)
-    keys = read_keys(cfg, lambda noting: weight(log_rho, *sequences, noting))
+    repeated: list[Tensor] = []
+    keys = read_keys(cfg, lambda noting: repeated.append(weight(log_rho, *sequences, noting)))
+    repeated.append(weight(log_rho, *sequences, cfg))
+    _check_repeated(user, *repeated)
     weights = weight(torch.zeros_like(log_rho), *sequences, cfg)
     if not weights.any():
         raise ConfigError(f"{user.where}: its weight is 0 where rho is 1, so no token would train")
@@ -256,10 +273,9 @@ def user_estimator(reference: str, cfg: AlgorithmSection) -> Estimator:
     ) -> GroupAdvantages:
         return _as_advantages(user, user.call(rewards, members, cfg), rewards, members)
 
-    keys: tuple[str, ...] = ()
+    read: list[str] = []
     for rewards in GROUPS:
-        group = _group(rewards)
-        keys += read_keys(cfg, lambda noting, group=group: of_group(*group, noting))
+        read += _keys_of_group(user, rewards, cfg, of_group)
     advantages, turns = of_group(*_group(GROUPS[0]), cfg)
     if not advantages.any() and not any(part.any() for part in turns or []):
         raise ConfigError(
@@ -268,10 +284,37 @@ def user_estimator(reference: str, cfg: AlgorithmSection) -> Estimator:
         )
     return Estimator(
         formula=lambda cfg, learner: f"{user.short}(R)",
-        keys=tuple(dict.fromkeys(keys)),
+        keys=tuple(dict.fromkeys(read)),
         of_group=of_group,
         is_group_relative=True,
     )
+
+
+def _keys_of_group(
+    user: ImportedFunction,
+    rewards: Sequence[float],
+    cfg: AlgorithmSection,
+    of_group: Callable[..., GroupAdvantages],
+) -> tuple[str, ...]:
+    """Return the keys that the advantages of a group read.
+
+    Raises: ConfigError: another call with equal arguments returned other advantages.
+    """
+    calls: list[list[Any]] = []
+
+    def call(cfg: AlgorithmSection) -> None:
+        calls.append(_plain_advantages(of_group(*_group(rewards), cfg)))
+
+    keys = read_keys(cfg, call)
+    call(cfg)
+    user.check_equal(*calls)
+    return keys
+
+
+def _plain_advantages(advantages: GroupAdvantages) -> list[Any]:
+    """Return advantages as lists: a number for each member, or [num_turns] for each."""
+    of_members, turns = advantages
+    return of_members.tolist() if turns is None else [part.tolist() for part in turns]
 
 
 def user_filter(cfg: GroupsSection) -> Callable[[Sequence[Trajectory]], bool] | None:
@@ -294,7 +337,9 @@ def user_filter(cfg: GroupsSection) -> Callable[[Sequence[Trajectory]], bool] | 
         return bool(answer)
 
     for rewards in GROUPS:
-        keeps(_group(rewards)[1])
+        answers = [keeps(_group(rewards)[1]) for _ in range(NUM_FILTERED)]
+        for answer in answers[1:]:
+            user.check_equal(answers[0], answer)
     return keeps
 
 

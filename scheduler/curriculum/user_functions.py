@@ -23,7 +23,9 @@ from scheduler.curriculum.sampling import hash_words
 from scheduler.curriculum.success import StepSeen
 from scheduler.state import FIXED
 
+Choices = tuple[ImportedFunction, list[Any]]  # A function with its choices in a run.
 EMPTY = "{}"
+NUM_REPEATS = 3  # Runs of the check beyond the first one, with equal arguments.
 CHECK_ITEMS = 1 << 30  # Items of a task in the check before the hub's catalogue is known.
 
 
@@ -189,9 +191,10 @@ def user_functions(cfg: RunConfig) -> list[ImportedFunction]:
 
 
 def check_user_functions(cfg: RunConfig) -> None:
-    """Call the functions of the user once before a run, with a run at its start and a later one.
+    """Call the functions of the user before a run, with a run at its start and a later one.
 
-    Raises: ConfigError: one is missing, cannot be called, or returns a wrong value.
+    Raises: ConfigError: one is missing, cannot be called, returns a wrong value, or returns
+        unequal values for equal arguments.
     """
     later = [
         StepSeen(
@@ -208,12 +211,33 @@ def check_user_functions(cfg: RunConfig) -> None:
     for name in names:
         policy = cfg.horizon.policy(name)
         if policy.is_of_user:
-            function = HorizonFunction(policy.kind, cfg.horizon)
-            horizon = function.choose(name, policy, version=0, horizon=0, steps=())
-            function.choose(name, policy, version=3, horizon=horizon, steps=later)
-    if not cfg.curriculum.is_of_user:
-        return
+            _check_repeated(lambda policy=policy, name=name: _horizons(cfg, policy, name, later))
+    if cfg.curriculum.is_of_user:
+        _check_repeated(lambda: _items(cfg))
+
+
+def _check_repeated(choose: Callable[[], Choices]) -> None:
+    """Raise ConfigError if a function chooses otherwise in another run with equal arguments."""
+    user, choices = choose()
+    for _ in range(NUM_REPEATS):
+        user.check_equal(choices, choose()[1])
+
+
+def _horizons(
+    cfg: RunConfig, policy: HorizonPolicy, name: str, later: Sequence[StepSeen]
+) -> Choices:
+    """Return the horizons at the start of a run and after some steps, and the states."""
+    function = HorizonFunction(policy.kind, cfg.horizon)
+    horizon = function.choose(name, policy, version=0, horizon=0, steps=())
+    state = function.state
+    last = function.choose(name, policy, version=3, horizon=horizon, steps=later)
+    return function.user, [horizon, state, last, function.state]
+
+
+def _items(cfg: RunConfig) -> Choices:
+    """Return the items of the first group and of a later one, and the states."""
     items = ItemFunction(cfg.curriculum, cfg.run.seed)
+    choices: list[Any] = []
     for version, success in ((0, None), (3, 0.5)):
         tasks = [
             TaskChoice(
@@ -225,4 +249,8 @@ def check_user_functions(cfg: RunConfig) -> None:
             for task in cfg.tasks
             if task.weight > 0
         ]
-        items.choose(version, tasks, lambda task, index, known=success: known, version=version)
+        chosen = items.choose(
+            version, tasks, lambda task, index, known=success: known, version=version
+        )
+        choices += [*chosen, items.state]
+    return items.user, choices

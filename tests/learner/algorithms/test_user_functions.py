@@ -73,6 +73,16 @@ async def waits(rewards, members, cfg): return rewards - rewards.mean()
 def yields(rewards, members, cfg): yield from rewards - rewards.mean()
 def negative(log_rho, sequence_ids, num_sequences, cfg): return log_rho
 def removes_all(log_rho, sequence_ids, num_sequences, cfg): return log_rho != 0
+calls = []
+def growing(rewards, members, cfg):
+    calls.append(1)
+    return rewards - rewards.mean() + len(calls)
+def drawn_turns(rewards, members, cfg): return [torch.rand(member.num_turns) for member in members]
+def drawn_loss(inputs, cfg): return ppo(inputs, cfg) * (1 + torch.rand(1))
+def changed_loss(inputs, cfg):
+    inputs.advantages.mul_(0.5)
+    return ppo(inputs, cfg)
+def drawn_weight(log_rho, sequence_ids, num_sequences, cfg): return torch.rand(len(log_rho))
 """
 
 
@@ -169,6 +179,25 @@ def test_wrong_function_is_refused_with_its_key(
     cfg = AlgorithmSection(**named)
     with pytest.raises(ConfigError, match=part) as refused:
         table.check(cfg, min_size=2)
+    assert str(refused.value).startswith(f"algorithm.{key}={own(name)}: ")
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("advantage", "growing"),
+        ("advantage", "drawn_turns"),
+        ("policy_loss", "drawn_loss"),
+        ("policy_loss", "changed_loss"),
+        ("correction", "drawn_weight"),
+    ],
+)
+def test_function_that_depends_on_more_than_its_arguments_is_refused(
+    own: Callable[[str], str], key: str, name: str
+) -> None:
+    named: dict[str, Any] = {key: own(name)}
+    with pytest.raises(ConfigError, match="two calls with equal arguments returned ") as refused:
+        table.check(AlgorithmSection(**named), min_size=2)
     assert str(refused.value).startswith(f"algorithm.{key}={own(name)}: ")
 
 

@@ -27,6 +27,10 @@ def number(members, cfg): return 1
 def nothing(members, cfg): pass
 def one_argument(members): return True
 def broken(members, cfg): return members[0].score
+calls = []
+def alternating(members, cfg):
+    calls.append(1)
+    return len(calls) % 3 > 0
 """
 
 
@@ -74,6 +78,7 @@ def test_group_without_signal_keeps_its_cause(own: str) -> None:
         ("number", "returned int; expected True for a group to train"),
         ("nothing", "returned NoneType"),
         ("one_argument", r"is called with \(members, cfg\)"),
+        ("alternating", "two calls with equal arguments returned True and False"),
         ("broken", "AttributeError.*own_filters.py, line"),
         ("missing", "has no function 'missing'; it has has_winner"),
     ],

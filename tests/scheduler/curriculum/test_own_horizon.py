@@ -36,6 +36,10 @@ def unsaved(progress, cfg):
     progress.state["set"] = {1}
     return 4
 def number_key(progress, cfg): return progress.state.setdefault(1, 4)
+calls_so_far = []
+def counting(progress, cfg):
+    calls_so_far.append(1)
+    return min(progress.stages[0] + len(calls_so_far) // 4, progress.stages[-1])
 def pair(progress, cfg): return progress.state.setdefault("pair", (4, 5))[0]
 """
 
@@ -108,6 +112,7 @@ def test_resumed_horizon_equals_one_that_never_stopped(own: str) -> None:
         ("unsaved", "cannot be saved as JSON"),
         ("number_key", "cannot be saved as JSON: .*a key that is no text"),
         ("pair", "cannot be saved as JSON: a tuple"),
+        ("counting", "two calls with equal arguments returned "),
         ("missing", "has no function 'missing'; it has grow"),
     ],
 )

@@ -44,6 +44,8 @@ def negative(draw, cfg): return draw.tasks[0].name, -1
 def text(draw, cfg): return draw.tasks[0].name, "1"
 def no_arguments(): return 0
 def broken(draw, cfg): return draw.items[0]
+def drawn_elsewhere(draw, cfg):
+    return draw.tasks[0].name, int(np.random.randint(draw.tasks[0].num_items))
 """
 CATALOGUE = HubCatalogue(
     envs={
@@ -129,6 +131,7 @@ def test_absent_environment_is_not_offered(own: str) -> None:
         ("text", "returned the item '1'"),
         ("no_arguments", r"is called with \(draw, cfg\)"),
         ("broken", "AttributeError.*own_items.py, line"),
+        ("drawn_elsewhere", "two calls with equal arguments returned "),
         ("missing", "has no function 'missing'"),
     ],
 )
