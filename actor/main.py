@@ -251,7 +251,12 @@ async def _connect(
         heartbeat_s=cfg.scheduler.heartbeat_s,
     )
     await weights.connect(timeout_s=start_s)
-    rounds = Rounds(engine, max_tokens=cfg.actor.max_turn_tokens, exclusive=exclusive)
+    rounds = Rounds(
+        engine,
+        max_tokens=cfg.actor.max_turn_tokens,
+        exclusive=exclusive,
+        num_places=hubs.num_places,
+    )
     episodes = EpisodePool(
         cfg.actor,
         actor=name,

@@ -44,6 +44,7 @@ MIN_RETRY_S = 0.05  # Shortest wait after a 429, which prevents a busy loop.
 MAX_ANSWER_BYTES = 64 << 20
 MAX_FACTS_CHARS = 1_000_000
 MAX_AT_ONCE_BYTES = 64 << 10
+OnFull = Callable[[], None]
 UNLIMITED = aiohttp.ClientTimeout(total=None)
 JSON_HEADERS = {"Content-Type": "application/json"}
 
@@ -201,17 +202,25 @@ class HubClient(BearerClient):
         self._on_lost = on_lost
         self.steps = Batches(self.request, STEP)
         self._opens = Batches(
-            self.request, OPEN, alone=self._open_alone, on_unwanted=self._close_alone
+            self.request, OPEN, alone=self._open_at_once, on_unwanted=self._close_alone
         )
         self._closes = Batches(self.request, CLOSE, alone=self._close_alone)
 
     async def open(
-        self, env: str, item_id: str, *, seed: int, style: str, is_quick: bool = False
+        self,
+        env: str,
+        item_id: str,
+        *,
+        seed: int,
+        style: str,
+        is_quick: bool = False,
+        on_full: OnFull | None = None,
     ) -> "HubSession":
         """Start an episode; wait while the hub is full.
 
         Args:
             is_quick: batch the session's requests with those of other episodes.
+            on_full: called whenever the hub has no free session.
 
         Raises: EnvError, EnvTimeout.
         """
@@ -219,7 +228,7 @@ class HubClient(BearerClient):
         path = OPEN.alone
         reply = await self._opens.ask(body) if is_quick else None
         if reply is None:  # A request of its own, which waits until the hub has room.
-            reply = await self._open_alone(body)
+            reply = await self.request("POST", OPEN.alone, body, on_full=on_full)
         session_id = valid_text(field_of(reply, "session_id", str, path=path))
         observation = field_of(reply, "observation", str, path=path)
         session = HubSession(self, session_id, observation, is_quick=is_quick)
@@ -234,13 +243,17 @@ class HubClient(BearerClient):
             session.first_seat = seat_of(reply, session.num_seats, path=path)
         return session
 
+    async def _open_at_once(self, body: dict[str, Any]) -> Any:
+        """Return the answer to a request of its own; None: the hub is full."""
+        try:
+            return await self.request("POST", OPEN.alone, body, on_full=_stop_at_full)
+        except _FullNow:
+            return None
+
     async def close(self) -> None:
         """Wait for requests in flight, then close the connections."""
         await asyncio.gather(self._opens.close(), self.steps.close(), self._closes.close())
         await super().close()
-
-    async def _open_alone(self, body: dict[str, Any]) -> Any:
-        return await self.request("POST", OPEN.alone, body)
 
     async def close_session(self, session_id: str, *, is_quick: bool) -> None:
         """Close a session. Raises: EnvError, EnvTimeout: it did not exist, or may still be open."""
@@ -270,10 +283,15 @@ class HubClient(BearerClient):
     async def _close_alone(self, entry: dict[str, Any]) -> Any:
         await self.request("DELETE", SESSION_PATH + quote(entry["session_id"], safe=""), None)
 
-    async def request(self, method: str, path: str, body: object) -> Any:
+    async def request(
+        self, method: str, path: str, body: object, *, on_full: OnFull | None = None
+    ) -> Any:
         """Send one request. Retry after a lost connection and, until the deadline, after a 429.
 
         A retry is safe: a step carries its number, and a session whose id was lost expires.
+
+        Args:
+            on_full: called at each 429.
 
         Raises:
             HubFull: 429 until `timeout_s` was over.
@@ -283,11 +301,13 @@ class HubClient(BearerClient):
         """
         self.num_in_flight += 1
         try:
-            return await self._request_repeatedly(method, path, body)
+            return await self._request_repeatedly(method, path, body, on_full)
         finally:
             self.num_in_flight -= 1
 
-    async def _request_repeatedly(self, method: str, path: str, body: object) -> Any:
+    async def _request_repeatedly(
+        self, method: str, path: str, body: object, on_full: OnFull | None
+    ) -> Any:
         """Send one request until it is answered; see `request`."""
         failure = ""
         num_lost = 0
@@ -295,7 +315,7 @@ class HubClient(BearerClient):
             async with asyncio.timeout(self._timeout_s):
                 while num_lost < NUM_TRIES:
                     try:
-                        reply = await self._try_request(method, path, body)
+                        reply = await self._try_request(method, path, body, on_full)
                     except aiohttp.ClientError as error:
                         failure = f"{type(error).__name__}: {error}"
                         num_lost += 1
@@ -321,7 +341,9 @@ class HubClient(BearerClient):
         self._on_lost(lost)
         raise lost
 
-    async def _try_request(self, method: str, path: str, body: object) -> Any:
+    async def _try_request(
+        self, method: str, path: str, body: object, on_full: OnFull | None
+    ) -> Any:
         """Return the parsed answer; None after waiting out a 429."""
         headers = None if body is None else JSON_HEADERS
         async with self._http.request(
@@ -340,6 +362,8 @@ class HubClient(BearerClient):
                         f" {MAX_ANSWER_BYTES} bytes"
                     )
             if response.status == 429:
+                if on_full is not None:
+                    on_full()
                 wait_s = retry_after_s(response.headers, default_s=1.0)
                 await asyncio.sleep(max(MIN_RETRY_S, wait_s))
                 return None
@@ -352,6 +376,14 @@ class HubClient(BearerClient):
                 raise EnvError(
                     f"{route_of(method, path)}: the answer is not JSON: {shown}"
                 ) from error
+
+
+class _FullNow(Exception):
+    """Ends a request at its first 429."""
+
+
+def _stop_at_full() -> None:
+    raise _FullNow
 
 
 def _payload_of(body: bytes) -> bytes | io.BytesIO:
@@ -571,6 +603,8 @@ class Environments:
     # environment -> its tools
     tools: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
     quick: frozenset[str] = frozenset()  # Environments whose steps take negligible time.
+    # environment -> maximum number of its sessions; older hubs report none
+    num_places: dict[str, int] = field(default_factory=dict[str, int])
 
     @classmethod
     async def of(cls, hub: HubClient, *, style: str) -> "Environments":
@@ -590,8 +624,19 @@ class Environments:
         }
         tools = {name: list(entry.get("tools") or []) for name, entry in catalogue.items()}
         quick = frozenset(name for name, entry in catalogue.items() if entry.get("is_quick"))
+        num_places = {
+            name: field_of(entry, "num_places", int, path=path)
+            for name, entry in catalogue.items()
+            if "num_places" in entry
+        }
         return cls(
-            hub=hub, style=style, quick=quick, instructions=texts, answers=answers, tools=tools
+            hub=hub,
+            style=style,
+            quick=quick,
+            instructions=texts,
+            answers=answers,
+            tools=tools,
+            num_places=num_places,
         )
 
     def instruction(self, env: str) -> str:
@@ -606,7 +651,10 @@ class Environments:
         """Return the instruction of each style; {} if observations have AgentGym's wording."""
         return {} if self.style == "agentgym" else self.instructions.get(env, {})
 
-    async def open(self, env: str, item_id: str, *, seed: int) -> HubSession:
-        """Start an episode. Raises: EnvError, EnvTimeout."""
-        is_quick = env in self.quick
-        return await self.hub.open(env, item_id, seed=seed, style=self.style, is_quick=is_quick)
+    async def open(
+        self, env: str, item_id: str, *, seed: int, on_full: OnFull | None = None
+    ) -> HubSession:
+        """Start an episode; see `HubClient.open`. Raises: EnvError, EnvTimeout."""
+        return await self.hub.open(
+            env, item_id, seed=seed, style=self.style, is_quick=env in self.quick, on_full=on_full
+        )

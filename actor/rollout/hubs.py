@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from actor.rollout.env_client import Environments, HubClient, HubSession
+from actor.rollout.env_client import Environments, HubClient, HubSession, OnFull
 from common.config.actor import ActorSection
 from common.errors import EnvError, EnvPaused, HubFull, HubLost
 from common.wire.messages import HubPlace
@@ -115,10 +115,28 @@ class Hubs:
         """Return an environment's tools; [] if its actions are texts."""
         return self._tools.get(env, [])
 
-    async def open(self, env: str, item_id: str, *, seed: int) -> HubSession:
+    def num_places(self, env: str) -> float:
+        """Return the maximum number of an environment's sessions at all hubs that serve it.
+
+        It is infinite while a hub has not reported its number.
+        """
+        return sum(
+            known.num_places.get(env, math.inf)
+            if (known := self._known.get((place.url, place.token))) is not None
+            else math.inf
+            for place in self._places()
+            if env in place.envs
+        )
+
+    async def open(
+        self, env: str, item_id: str, *, seed: int, on_full: OnFull | None = None
+    ) -> HubSession:
         """Start an episode at a hub that serves it; try the next hub if that one fails.
 
         While hubs have no free session, it waits: the episode's own deadline limits the wait.
+
+        Args:
+            on_full: called whenever a hub has no free session.
 
         Raises:
             HubLost: no hub that serves the environment answers; see `wait_for`.
@@ -126,11 +144,13 @@ class Hubs:
         """
         while True:
             try:
-                return await self._open_once(env, item_id, seed=seed)
+                return await self._open_once(env, item_id, seed=seed, on_full=on_full)
             except HubFull as error:
                 logger.warning("still waiting for a session env=%s reason=%s", env, error)
 
-    async def _open_once(self, env: str, item_id: str, *, seed: int) -> HubSession:
+    async def _open_once(
+        self, env: str, item_id: str, *, seed: int, on_full: OnFull | None
+    ) -> HubSession:
         """Try each hub once; see `open`. Raises: HubFull: a hub had no free session."""
         failure = EnvError(f"no hub serves {env}")
         full: HubFull | None = None
@@ -138,7 +158,7 @@ class Hubs:
             try:
                 environments = await self._connect(place)
                 self._num_opened[place.url] += 1
-                session = await environments.open(env, item_id, seed=seed)
+                session = await environments.open(env, item_id, seed=seed, on_full=on_full)
                 self._pauses.pop(env, None)
                 return session
             except HubFull as error:

@@ -1,7 +1,10 @@
 """Generation in rounds: all running episodes generate together, so that a run is deterministic."""
 
 import asyncio
+import math
 import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,10 +27,30 @@ class Rounds:
     Example: episodes a, b, c run. a and b ask and wait, because the environment of c is slow. When
     c asks, the round {a, b, c} is generated in the order of episode ids. If c ends instead, the
     round is {a, b}. Then all episodes of the round continue.
+
+    A round cannot wait for an episode without a session, since sessions are freed by ended episodes
+    only. So an environment's episodes begin in the order of `enter`, as many at once as it has
+    places. An episode whose place is used by another actor steps aside until it has a session.
     """
 
-    def __init__(self, engine: "Engine", *, max_tokens: int, exclusive: asyncio.Lock) -> None:
-        """Create the barrier without episodes."""
+    def __init__(
+        self,
+        engine: "Engine",
+        *,
+        max_tokens: int,
+        exclusive: asyncio.Lock,
+        num_places: Callable[[str], float] = lambda _: math.inf,
+    ) -> None:
+        """Create the barrier without episodes.
+
+        Args:
+            num_places: returns the maximum number of concurrent sessions of an environment.
+        """
+        self._num_places = num_places
+        self._envs: dict[str, str] = {}  # Episode id -> environment, of all that have begun.
+        self._num_begun: Counter[str] = Counter()  # By environment.
+        # Episode id -> its environment and its beginning, in the order of `enter`.
+        self._queue: dict[str, tuple[str, asyncio.Event]] = {}
         self._engine = engine
         self._exclusive = exclusive
         self._max_tokens = max_tokens
@@ -37,15 +60,46 @@ class Rounds:
         self._next: asyncio.Future[asyncio.Task[dict[str, Turn]]] | None = None
         self._round_number = 0
 
-    def enter(self, episode_id: str) -> None:
+    def enter(self, episode_id: str, *, env: str = "") -> None:
         """Add an episode. Call it for a whole batch of episodes before the first of them asks."""
-        self._running.add(episode_id)
+        if self._has_place(env):
+            self._begin(episode_id, env)
+        else:
+            self._queue[episode_id] = (env, asyncio.Event())
+
+    async def begun(self, episode_id: str) -> None:
+        """Wait until the environment of an episode has a place for it."""
+        if episode_id in self._queue:
+            await self._queue[episode_id][1].wait()
+
+    def step_aside(self, episode_id: str) -> None:
+        """Let rounds start without an episode until it asks, since its hub has no free session."""
+        self._running.discard(episode_id)
+        self._maybe_start()
 
     def leave(self, episode_id: str) -> None:
-        """Remove an ended episode, so that the round does not wait for it."""
+        """Remove an ended episode, so that the round does not wait for it. Begin the next ones."""
         self._running.discard(episode_id)
         self._asking.pop(episode_id, None)
+        self._queue.pop(episode_id, None)
+        if episode_id in self._envs:
+            self._num_begun[self._envs.pop(episode_id)] -= 1
+        for name, (env, event) in list(self._queue.items()):
+            if self._has_place(env):
+                del self._queue[name]
+                self._begin(name, env)
+                event.set()
         self._maybe_start()
+
+    def _has_place(self, env: str) -> bool:
+        """Return whether an episode can begin. One always can, also if no hub serves it now."""
+        return self._num_begun[env] < max(1, self._num_places(env))
+
+    def _begin(self, episode_id: str, env: str) -> None:
+        """Let the rounds wait for an episode."""
+        self._envs[episode_id] = env
+        self._num_begun[env] += 1
+        self._running.add(episode_id)
 
     async def act(self, episode_id: str, prompt_ids: list[int], *, seed: int) -> Turn:
         """Return this episode's next turn, sampled with `seed`, once all episodes have asked.
@@ -61,6 +115,7 @@ class Rounds:
             self._next = asyncio.get_running_loop().create_future()
         started = self._next
         asked = time.monotonic()
+        self._running.add(episode_id)  # It may have stepped aside.
         self._waiting[episode_id] = _PendingTurn(prompt_ids, seed)
         self._maybe_start()
         # Shielded: a revoked episode must not cancel the round of the remaining episodes.

@@ -220,7 +220,7 @@ class EpisodePool:
         """Start the leased episodes. All of them enter the round before the first one asks."""
         for lease in leases:
             if self._rounds is not None and lease.policy is PolicyKind.MODEL:
-                self._rounds.enter(lease.episode_id)
+                self._rounds.enter(lease.episode_id, env=lease.env)
         for lease in leases:
             task = asyncio.create_task(self._play(lease), name=lease.episode_id)
             self._tasks[lease.episode_id] = task
@@ -265,6 +265,8 @@ class EpisodePool:
     async def _play(self, lease: Lease) -> None:
         """Play a leased episode, and hand the trajectory to delivery."""
         await self._wait_for_trunk(lease)
+        if self._rounds is not None:
+            await self._rounds.begun(lease.episode_id)
         trajectory = await self._play_to_end(lease)
         if self._rounds is not None:
             self._rounds.leave(lease.episode_id)
@@ -376,6 +378,9 @@ class EpisodePool:
         hubs = self._environments
         seed = environment_seed(lease)
         open_session = partial(hubs.open, lease.env, lease.item_id, seed=seed)
+        if self._rounds is not None:
+            step_aside = partial(self._rounds.step_aside, lease.episode_id)
+            open_session = partial(open_session, on_full=step_aside)
         task = hubs.instruction(lease.env), hubs.acknowledgement(lease.env)
         open_session = self._seats.opener(
             lease,

@@ -368,7 +368,10 @@ def _add_catalogue_routes(
 
     @app.get("/v1/envs", tags=["catalogue"])
     async def list_envs(subset: Annotated[list[str] | None, Query()] = None) -> Response:
-        return json_response(await sessions.distances.catalogue(subset or ()))
+        catalogue = await sessions.distances.catalogue(subset or ())
+        for name, entry in catalogue.items():
+            entry["num_places"] = sessions.placement.capacity(registry.spec(name))
+        return json_response(catalogue)
 
     @app.get("/v1/envs/{env}/tasks", tags=["catalogue"], responses=_fails(404))
     async def list_tasks(env: str) -> Response:

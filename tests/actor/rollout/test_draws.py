@@ -46,7 +46,7 @@ class SeededEnvironments:
     def __init__(self) -> None:
         self.seeds: list[int] = []
 
-    async def open(self, _: str, __: str, *, seed: int) -> Count:
+    async def open(self, _: str, __: str, *, seed: int, on_full: Any = None) -> Count:
         self.seeds.append(seed)
         return Count([go_on()])
 
