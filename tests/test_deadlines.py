@@ -51,6 +51,7 @@ ALLOWED = {  # file:function -> why no deadline of its own is needed
     "common/functions/process.py:": "the caller has a deadline and ends the process",
     "envhub/sandbox/interface.py:run_apart": "each caller's coroutine has its own deadline",
     "actor/rollout/pool.py:_wait_for_trunk": "the end of the trunk or of the pool wakes it",
+    "actor/rollout/lockstep.py:begun": "the end of an episode or of the pool wakes it",
     "envhub/sandbox/network.py:_sockets_of": "the process was killed",
     "benchmarks/gpu/expert_checks.py:": "the process group has a deadline",
     "envhub/sandbox/containers.py:run": "the output has ended, or a task with a deadline reads it",
