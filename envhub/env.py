@@ -137,7 +137,10 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):  # Construction takes 
     def __post_init__(self) -> None:
         if self.is_success is None:
             self.tells_success = False
-            self.is_success = bool(self.done and self.reward >= 1.0)
+            try:
+                self.is_success = bool(self.done and self.reward >= 1.0)
+            except TypeError as error:
+                raise TypeError(f"reward={self.reward!r:.80} is not a number") from error
         if self.is_truncated and not self.done:
             raise ValueError("is_truncated=True with done=False: a truncated episode has ended")
 

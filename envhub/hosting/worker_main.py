@@ -188,7 +188,10 @@ class Host:
 
 def as_json(result: StepResult) -> dict[str, Any]:
     """Return a step's result in plain types. Raises: ValueError: the reward is not in [0, 1]."""
-    reward = float(result.reward)
+    try:
+        reward = float(result.reward)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"reward={result.reward!r:.80} is not a number") from error
     if not (math.isfinite(reward) and 0.0 <= reward <= 1.0):
         raise ValueError(f"reward {reward} is not in [0, 1]")
     return {

@@ -59,13 +59,26 @@ GROUP = 8  # Group size in the estimate of the signal.
 SLOW_S = 0.2  # Maximum seconds of a step in the hub's own thread, see envhub.inline_step_s.
 
 
+def check_reward_types(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
+    """Yield rewards that are no numbers, with which the other checks could not compute."""
+    wrong = [
+        f"{spec.name}, {play.item_id}: reward={result.reward!r:.80} is"
+        f" {type(result.reward).__name__}; it must be a number (int or float)"
+        for play in plays.all
+        for result in play.results
+        if not isinstance(result.reward, int | float)
+    ]
+    if wrong:
+        yield from graded("reward", wrong, "")
+
+
 def check_rewards(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
     """Yield rewards out of range, and the meaning of reward and success in this environment."""
     step_rewards = [(play.item_id, r.reward) for play in plays.all for r in play.results]
     odd = [
         f"{item}: {reward!r} is not in [0, 1]"
         for item, reward in step_rewards
-        if not (isinstance(reward, int | float) and math.isfinite(reward) and 0 <= reward <= 1)
+        if not (math.isfinite(reward) and 0 <= reward <= 1)
     ]
     kind = "the sum of its rewards" if spec.reward is Reward.SUM else "the reward of its last step"
     best = max((reward for _, reward in step_rewards), default=0.0)
@@ -261,6 +274,10 @@ def findings(driver: Driver, name: str, num: int, overrides: list[str]) -> Itera
         if any(each.grade is Grade.FAIL for each in protocol):
             return
         plays = checks.play_all(driver, items)
+        wrong = [*check_reward_types(spec, plays)]
+        yield from wrong
+        if wrong:
+            return
         yield from checks.check_items(driver, items)
         yield from checks.check_determinism(driver, plays)
         yield from checks.check_at_once(driver, plays)

@@ -151,6 +151,29 @@ def test_check_suggests_warm_start_without_signal(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        ("'high'", "sort, four-train-0: reward='high' is str; it must be a number (int or float)"),
+        ("None", "sort, four-train-0: reward=None is NoneType; it must be a number"),
+        ("[1.0]", "sort, four-train-0: reward=[1.0] is list; it must be a number"),
+    ],
+)
+def test_reward_of_another_type_names_environment_and_value(
+    tmp_path: Path, reward: str, words: str
+) -> None:
+    failed = list(said(found(changed(tmp_path, (PAID, f"reward={reward},"))), Grade.FAIL))
+    assert failed
+    assert all(line.startswith("reward: ") for line in failed)
+    assert words in failed[0]
+
+
+def test_reward_of_another_type_is_named_without_is_success(tmp_path: Path) -> None:
+    path = changed(tmp_path, (PAID, "reward='high',"), (TOLD, ""))
+    (failed,) = said(found(path), Grade.FAIL)
+    assert "sort: TypeError: reward='high' is not a number" in failed
+
+
 def test_reward_that_is_no_number_equals_itself_when_repeated(tmp_path: Path) -> None:
     failed = {
         each.name
