@@ -1,5 +1,6 @@
 """The environment interface: `Env`, `EnvSpec`, step results and item ids."""
 
+import math
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -112,7 +113,8 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):  # Construction takes 
         is_truncated: the episode ended (`done`) at a limit of the environment itself, as
             gymnasium's `truncated`: the task would have continued, and `reward` is the score so
             far. An end that has scored the episode is no truncation, also at a limit.
-        metrics: named numbers of the episode for the run's metrics, such as parts of its reward.
+        metrics: named finite numbers of the episode for the run's metrics, such as parts of its
+            reward.
         facts: values in types of JSON for the rewards over a group (`groups.reward`), such as the
             item's record. Those of the last step count.
         seat: the seat that moves next, from 0 on; None after the end, or without seats.
@@ -143,6 +145,10 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):  # Construction takes 
                 raise TypeError(f"reward={self.reward!r:.80} is not a number") from error
         if self.is_truncated and not self.done:
             raise ValueError("is_truncated=True with done=False: a truncated episode has ended")
+        if self.metrics:
+            for name, value in self.metrics.items():
+                if not (isinstance(value, int | float) and math.isfinite(value)):
+                    raise ValueError(f"metric {name}={value!r:.80} is not a finite number")
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result as JSON for clients of the hub's own routes."""

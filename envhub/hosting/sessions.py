@@ -299,6 +299,8 @@ class Sessions:
         self._unsaved: set[str] = set()  # Environments with a state that could not be saved.
         self._num_running = 0
         self._owners: Counter[str] = Counter()  # Open connections by owner.
+        # Timers that end the sessions of owners without a connection.
+        self._leaving: dict[str, asyncio.TimerHandle] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -538,28 +540,30 @@ class Sessions:
     def owned_by(self, owner: str) -> Iterator[None]:
         """End the owner's sessions `GONE_S` after the owner's last context has closed."""
         self._owners[owner] += 1
+        if (timer := self._leaving.pop(owner, None)) is not None:
+            timer.cancel()
         try:
             yield
         finally:
             self._owners[owner] -= 1
-            if not self._owners[owner] and not self.is_draining:
-                task = asyncio.get_running_loop().create_task(self._end_owned(owner))
-                self._ending.add(task)
-                task.add_done_callback(self._ending.discard)
+            if not self._owners[owner]:
+                del self._owners[owner]
+                if not self.is_draining:
+                    loop = asyncio.get_running_loop()
+                    self._leaving[owner] = loop.call_later(GONE_S, self._end_owned, owner)
 
-    async def _end_owned(self, owner: str) -> None:
-        """End the sessions of an owner that does not come back within `GONE_S`."""
-        await asyncio.sleep(GONE_S)
-        if self._owners[owner]:
-            return
-        del self._owners[owner]
+    def _end_owned(self, owner: str) -> None:
+        """End the sessions of an owner that did not come back within `GONE_S`."""
+        del self._leaving[owner]
         owned = [each for each in self._live if each.owner == owner]
+        if not owned:
+            return
         self.counts["abandoned"] += len(owned)
-        if owned:
-            logger.warning(
-                "closing sessions of a lost owner owner=%s sessions=%d", owner, len(owned)
-            )
-        await asyncio.gather(*(self._drop(session) for session in owned))
+        logger.warning("closing sessions of a lost owner owner=%s sessions=%d", owner, len(owned))
+        for session in owned:
+            task = asyncio.get_running_loop().create_task(self._drop(session))
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
 
     async def expire(self) -> int:
         """Drop the sessions that are idle for too long and return their number."""

@@ -266,11 +266,11 @@ def json_response(content: object, *, status: int = 200) -> Response:
 
 
 def json_bytes(content: object) -> bytes:
-    """Return JSON that every parser accepts."""
+    """Return JSON that every parser accepts: NaN and infinity are null."""
     try:
-        return to_json(content)
+        return to_json(content, inf_nan_mode="null")
     except PydanticSerializationError:  # A lone surrogate, which some parsers refuse.
-        return to_json(_valid(content))
+        return to_json(_valid(content), inf_nan_mode="null")
 
 
 def _valid(content: Any) -> Any:

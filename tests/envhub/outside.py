@@ -50,6 +50,8 @@ class FaultyEnv:
             reward=2.0 if action == "overpay" else float(action == "end"),
             done=action == "end",
             is_valid=True,
+            metrics={"speed": float("nan")} if action == "no speed" else None,
+            facts={"speed": float("inf")} if action == "no limit" else None,
         )
 
     def _misbehave(self, action: str) -> None:

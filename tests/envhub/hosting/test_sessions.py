@@ -9,6 +9,7 @@ import pytest
 from common.errors import EnvTimeout
 from envhub.catalogue.registry import Registry
 from envhub.errors import CapacityFull, EnvRaised, HubDraining, SessionConflict, SessionUnknown
+from envhub.hosting import sessions as sessions_module
 from envhub.hosting.sessions import Sessions
 from tests.bounds import at_most
 from tests.envhub import outside
@@ -192,6 +193,24 @@ def test_abandoned_sessions_leave_nothing_behind():
 
     assert play(episode, now_s=lambda: now_s[0]) == (0, 0, 200)
     assert len(outside.closed) == 200
+
+
+def test_second_disconnect_restarts_the_time_to_come_back(monkeypatch):
+    monkeypatch.setattr(sessions_module, "GONE_S", 0.4)
+
+    async def episode(sessions):
+        await sessions.create("faulty", "any-train-0", owner="a")
+        for _ in range(2):
+            with sessions.owned_by("a"):
+                pass
+            await asyncio.sleep(0.3)  # Less than the time since each disconnect.
+        num_left = len(sessions)
+        async with asyncio.timeout(10):
+            while len(sessions):
+                await asyncio.sleep(0.01)
+        return num_left, sessions.counts["abandoned"]
+
+    assert play(episode) == (1, 1)
 
 
 @pytest.mark.parametrize("env", ["faulty", "waiting", "fragile"])

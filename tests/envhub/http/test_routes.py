@@ -4,6 +4,7 @@ import socket
 import time
 
 import httpx
+import msgspec
 import pytest
 
 from common.formats.action_size import DEFAULT_ACTION_MIB, FIELDS_BYTES, MIB
@@ -65,6 +66,18 @@ def test_answers_hold_no_half_characters(hub):
     assert told.status_code == 500
     assert "a bug with \ufffd" in told.json()["detail"]
     assert "envhub_repaired_total 1.0" in hub.client.get("/metrics").text
+
+
+def test_answers_are_json_for_strict_parsers(hub):
+    path = hub.open()
+    answer = hub.step(path, "no limit", 1)
+    assert msgspec.json.decode(answer.content)["facts"] == {"speed": None}
+
+
+def test_metric_that_is_not_finite_fails_with_its_name(hub):
+    answer = hub.step(hub.open(), "no speed", 1)
+    assert answer.status_code == 500
+    assert "faulty: ValueError: metric speed=nan is not a finite number" in answer.json()["detail"]
 
 
 def test_repeated_seq_is_answered_from_memory(hub):
