@@ -70,6 +70,7 @@ class Suite:
     rows: list[BenchmarkFigure] = field(default_factory=lambda: [])
     notes: list[dict[str, str]] = field(default_factory=lambda: [])
     failed: list[str] = field(default_factory=lambda: [])
+    num_not_measured: int = 0  # Notes, which the last line counts.
     # Receives each title, row, note and fail with its values, as soon as it is written.
     listener: Callable[[str, dict[str, Any]], None] = lambda _kind, _values: None
 
@@ -152,7 +153,8 @@ class Suite:
             self.failed.append(row.name)
 
     def note(self, name: str, text: str) -> None:
-        """Write the reason why something was not measured."""
+        """Write the reason why something was not measured. The last line has the number."""
+        self.num_not_measured += 1
         self._add_note(name, text, kind="note")
         self.listener("note", {"name": name, "text": text})
 
@@ -204,7 +206,9 @@ class Suite:
         failed = ", ".join(self.failed)
         is_promised = any(row.bound for row in self.rows)
         verdict = "every promise kept" if is_promised else "measured, nothing was promised"
-        self._write(f"NOT KEPT: {failed}" if failed else verdict)
+        num = self.num_not_measured
+        missing = f"; {num} not measured" if num else ""
+        self._write((f"NOT KEPT: {failed}" if failed else verdict) + missing)
         return 1 if self.failed else 0
 
     def _write(self, line: str) -> None:

@@ -158,6 +158,12 @@ def report(suite: Suite, result: FamilyResult) -> None:
         suite.fail(f"{result.family}, {name}", f"{gap}{each.message}")
     if broken:
         return
+    missing = [name for name, each in result.parts.items() if each.verdict is Verdict.NOT_RUN]
+    if missing:
+        reasons = "; ".join(dict.fromkeys(result.parts[name].message for name in missing))
+        suite.note(result.family, f"not run: {', '.join(missing)}. {reasons}")
+    if len(missing) == len(result.parts):
+        return
     words = next(
         (
             each.message
@@ -166,7 +172,7 @@ def report(suite: Suite, result: FamilyResult) -> None:
         ),
         "",
     )
-    suite.note(result.family, f"{result.verdict}, {result.gap:.1g} nats. {words}")
+    suite.figure(result.family, result.gap, "nats", f"{result.verdict}. {words}")
 
 
 def examine_apart(

@@ -183,7 +183,7 @@ class CheckRun:
             progress.restart()
             self._run_process(progress, ends_at)
         if progress.left_out:
-            self._suite.note("not measured", ", ".join(progress.left_out))
+            self._suite.title(f"not measured: {', '.join(progress.left_out)}")
         self._suite.figure("the whole suite", time.monotonic() - began, "s")
 
     def _run_process(self, progress: CheckProgress, ends_at: float) -> None:

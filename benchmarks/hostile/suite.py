@@ -387,6 +387,7 @@ def add_attack(suite: Suite, scene: AttackedRun, name: str, size: AttackVolume) 
     if name == HUB:
         wanted = {HUB_REFUSED: sum(done["answers"].get(status, 0) for status in REFUSALS)}
         note = f"{done['num_with_key']} requests, answered {done['answers']}"
+        suite.at_most("hub, attacks that are not refused", num_passed(done["answers"]), "", 0)
     else:
         wanted = {ENEMY: done["num_with_key"], "strangers": done["num_strangers"]}
         note = (
@@ -403,6 +404,14 @@ def add_attack(suite: Suite, scene: AttackedRun, name: str, size: AttackVolume) 
     note = f"{rss_before / MIB:.0f} -> {after / MIB:.0f} MiB"
     grown = (after - rss_before) / MIB
     suite.at_most(f"{name}, growth of {role.name}'s memory", grown, "MiB", MAX_GROWTH_MIB, note)
+
+
+def num_passed(answers: Mapping[str, int]) -> int:
+    """Return the number of answers without a status from 400 to 499, such as 200 and 500.
+
+    The hub may also close a connection without an answer ("none").
+    """
+    return sum(num for s, num in answers.items() if s != "none" and not s.startswith("4"))
 
 
 def _settled(scene: AttackedRun, name: str, wanted: dict[str, int]) -> dict[str, float]:

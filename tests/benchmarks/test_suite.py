@@ -33,6 +33,11 @@ def written(suite: Suite) -> str:
         (lambda suite: suite.at_most("a", math.nan, "s", 2.0), 1, "NOT KEPT: a"),
         (lambda suite: suite.at_least("a", math.nan, "s", 2.0), 1, "NOT KEPT: a"),
         (lambda suite: suite.fail("a", "not measured"), 1, "NOT KEPT: a"),
+        (
+            lambda suite: suite.note("a", "no device"),
+            0,
+            "measured, nothing was promised; 1 not measured",
+        ),
     ],
 )
 def test_last_line_summarises_the_measured_promises(

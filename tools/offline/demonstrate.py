@@ -233,6 +233,13 @@ def demonstrate(cfg: SftConfig, url: str, token: str, path: Path) -> None:
             f"sft.slip_frac={cfg.sft.slip_frac:g}: demonstrations with branches have no slips."
             " Use sft.slip_frac=0, or no context fold or subagent."
         )
+    num_random = round(cfg.sft.num_demonstrations * cfg.sft.random_frac)
+    if num_random and cfg.tasks and all(t.subset in cfg.sft.expert_subsets for t in cfg.tasks):
+        raise ConfigError(
+            f"sft.random_frac={cfg.sft.random_frac:g}: random play uses the subsets that"
+            " sft.expert_subsets leaves out, and it lists those of all tasks. Use"
+            " sft.random_frac=0 or fewer subsets."
+        )
     played = asyncio.run(_play_all(cfg, url, token))
     records = [record for own, _ in played for record in own]
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,8 @@ class SimulatedEpisode:
 
     num_turns: int
     wall_s: float
-    num_tokens: int  # Number of tokens that the learner trains on.
+    num_tokens: int  # Number of tokens that the learner computes with.
+    num_sampled_tokens: int  # Number of those that the policy samples.
     worth: float  # Reward that the members of a group are compared by.
     is_success: bool
     end_reason: EndReason
@@ -95,6 +96,7 @@ class SampledWorkload:
             num_turns=num_turns,
             wall_s=wall_s,
             num_tokens=num_turns * cfg.turn_tokens,
+            num_sampled_tokens=num_turns * cfg.turn_tokens,
             worth=float(is_success),
             is_success=is_success,
             end_reason=EndReason.HORIZON if is_cut else EndReason.DONE,
@@ -235,7 +237,7 @@ class MeasuredPace:
 
     num_steps: int
     steps_per_h: float
-    lag_mean: float  # Mean over tokens.
+    lag_mean: float  # Mean over sampled tokens.
     learner_wait_frac: float  # Fraction of the time.
 
 
@@ -324,6 +326,7 @@ def _play(trajectory: Trajectory, algorithm: AlgorithmSection) -> SimulatedEpiso
         num_turns=trajectory.num_turns,
         wall_s=trajectory.wall_s,
         num_tokens=len(trajectory.token_ids),
+        num_sampled_tokens=int(trajectory.loss_mask.sum()),
         worth=trajectory.reward - algorithm.invalid_action_penalty * invalid_frac,
         is_success=trajectory.is_success,
         end_reason=trajectory.end_reason,
@@ -338,10 +341,12 @@ def load_measured(path: Path) -> MeasuredPace:
     lines = _metrics(path)
     seconds = lines[-1]["time_s"] - lines[0]["time_s"]
     later = lines[1:]
+    lags = [line["offpolicy/lag_mean"] for line in later]
+    num_sampled = [line["train/num_sampled_tokens"] for line in later]
     return MeasuredPace(
         num_steps=len(lines),
         steps_per_h=3600.0 * len(later) / seconds,
-        lag_mean=sum(line["offpolicy/lag_mean"] for line in later) / len(later),
+        lag_mean=float(np.average(lags, weights=num_sampled)),
         learner_wait_frac=sum(line["wait/batch_s"] for line in later) / seconds,
     )
 

@@ -48,7 +48,7 @@ class Prediction:
     steps_per_h: float
     episodes_per_s: float
     trained_per_h: float  # Episodes per hour.
-    lag_mean: float  # Mean over turns.
+    lag_mean: float  # Mean over sampled tokens.
     lag_counts: dict[int, int]  # Lag of an episode's oldest turn at consumption, with counts.
     learner_wait_frac: float  # Fraction of the time.
     actor_idle_frac: float  # Fraction of the time without any episode.
@@ -73,8 +73,8 @@ class SimulatedStep:
     wait_s: float
     num_arrived: int  # Episodes since the start.
     num_trained: int  # Episodes of this step.
-    lag_sum: float  # Sum over the turns of this step.
-    num_turns: int
+    lag_sum: float  # Sum over the sampled tokens of this step.
+    num_sampled_tokens: int
 
 
 @dataclass(slots=True)
@@ -108,12 +108,12 @@ class SimulationStatistics:
         before = self.steps[first]
         later = self.steps[first + 1 :]
         seconds = later[-1].ended_s - before.ended_s
-        num_turns = sum(step.num_turns for step in later)
+        num_sampled = sum(step.num_sampled_tokens for step in later)
         return {
             "steps_per_h": 3600.0 * len(later) / seconds,
             "episodes_per_s": (later[-1].num_arrived - before.num_arrived) / seconds,
             "trained_per_h": 3600.0 * sum(step.num_trained for step in later) / seconds,
-            "lag_mean": sum(step.lag_sum for step in later) / max(num_turns, 1),
+            "lag_mean": sum(step.lag_sum for step in later) / max(num_sampled, 1),
             "learner_wait_frac": sum(step.wait_s for step in later) / seconds,
         }
 
@@ -263,18 +263,18 @@ class SimulatedRun:
         self._tally.num_short += len(groups) < self._cfg.groups.per_step
         arrivals = [self._journal[episode_id] for episode_id in ids]
         lag_sum = 0.0
-        num_turns = 0
+        num_sampled = 0
         for arrival in arrivals:
             self._tally.lags[version - arrival.version] += 1
             mean = self._tally.mean_version(arrival.version, arrival.started_s, arrival.ended_s)
-            lag_sum += arrival.play.num_turns * (version - mean)
-            num_turns += arrival.play.num_turns
+            lag_sum += arrival.play.num_sampled_tokens * (version - mean)
+            num_sampled += arrival.play.num_sampled_tokens
         num_tokens = sum(arrival.play.num_tokens for arrival in arrivals)
         busy_s = self._workload.step_s(self._rng, num_tokens, version=version)
-        self._events.at(busy_s, self._publish, ids, wait_s, busy_s, lag_sum, num_turns)
+        self._events.at(busy_s, self._publish, ids, wait_s, busy_s, lag_sum, num_sampled)
 
     def _publish(
-        self, ids: list[str], wait_s: float, busy_s: float, lag_sum: float, num_turns: int
+        self, ids: list[str], wait_s: float, busy_s: float, lag_sum: float, num_sampled: int
     ) -> None:
         """End a step: its version is published."""
         self._is_training = False
@@ -285,7 +285,7 @@ class SimulatedRun:
             num_arrived=self._tally.num_arrived,
             num_trained=len(ids),
             lag_sum=lag_sum,
-            num_turns=num_turns,
+            num_sampled_tokens=num_sampled,
         )
         self._tally.add_step(step)
         self._fleet.version += 1

@@ -43,6 +43,7 @@ from benchmarks.conformance.suite import (
     PUBLISHED,
     RESULTS,
     examine_apart,
+    report,
     run_layouts,
     run_suite,
     short_commit,
@@ -295,6 +296,19 @@ def test_missing_kernel_is_no_rejected_config(message: str, verdict: Verdict) ->
     found = engine_failure(message)
     assert (found.verdict, found.message) == (verdict, message)
     assert bool(kernel_hint(message)) is (verdict is Verdict.NO_KERNEL)
+
+
+def test_unexamined_part_is_counted_in_the_last_line() -> None:
+    suite = Suite(out=io.StringIO())
+    report(suite, result_of(full=Verdict.RIGHT))
+    message = "no result within 600 s"
+    not_run = PartResult(verdict=Verdict.NOT_RUN, message=message)
+    report(suite, FamilyResult(family="g", architecture="G", parts={"full": not_run}))
+    assert suite.finish() == 0
+    assert isinstance(suite.out, io.StringIO)
+    lines = suite.out.getvalue().splitlines()
+    assert lines[-1] == "measured, nothing was promised; 1 not measured"
+    assert lines[-2] == f"note  g: not run: full. {message}"
 
 
 def test_newest_result_of_a_family_counts(tmp_path: Path) -> None:

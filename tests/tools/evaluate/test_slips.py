@@ -92,6 +92,13 @@ def test_slips_are_excluded_from_the_loss(tmp_path: Path) -> None:
     assert len(told) > len(plain)
 
 
+def test_random_play_without_a_subset_is_refused_by_its_keys(tmp_path: Path) -> None:
+    tasks = [TaskSection(env="babyai", subset="GoToObjMazeS4")]
+    keys = {"tasks": tasks, "sft.expert_subsets": ["GoToObjMazeS4"], "sft.random_frac": 0.5}
+    with pytest.raises(ConfigError, match=r"sft\.random_frac=0\.5: .* sft\.expert_subsets"):
+        demonstrate(edited(SftConfig(), keys), "http://127.0.0.1:9", "", tmp_path / "none.jsonl")
+
+
 def test_slips_in_branches_are_refused_by_name(tmp_path: Path) -> None:
     cfg = edited(SftConfig(), {"sft.slip_frac": 0.5})
     for context in (ContextKind.FOLD, ContextKind.SUBAGENT):

@@ -24,6 +24,7 @@ def make_play(*, wall_s: float = 1.0, worth: float = 1.0, num_turns: int = 4) ->
         num_turns=num_turns,
         wall_s=wall_s,
         num_tokens=10 * num_turns,
+        num_sampled_tokens=5 * num_turns,
         worth=worth,
         is_success=worth > 0.5,
         end_reason=EndReason.DONE,

@@ -62,6 +62,7 @@ def _write_run(folder: Path, num_groups: int) -> None:
             "wait/batch_s": 2.0,
             "offpolicy/lag_mean": 1.0,
             "train/num_tokens": 24.0,
+            "train/num_sampled_tokens": 16.0,
         }
         for step in range(1, 13)
     ]

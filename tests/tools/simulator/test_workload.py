@@ -46,8 +46,9 @@ def _write_metrics(folder: Path, num_steps: int) -> None:
             "step": step,
             "time_s": 50.0 + 4.0 * (step - 1),
             "wait/batch_s": 1.0,
-            "offpolicy/lag_mean": 0.5,
+            "offpolicy/lag_mean": 2.0 if step == num_steps else 0.5,
             "train/num_tokens": 100.0,
+            "train/num_sampled_tokens": 20.0 if step == num_steps else 40.0,
         }
         for step in range(1, num_steps + 1)
     ]
@@ -60,7 +61,8 @@ def test_measured_pace_excludes_the_first_step(tmp_path: Path) -> None:
     _write_metrics(tmp_path, 12)
     measured = load_measured(tmp_path)
     assert measured.steps_per_h == pytest.approx(900.0)
-    assert measured.lag_mean == 0.5
+    # Ten steps of 40 sampled tokens with lag 0.5, one of 20 with lag 2; its mean is over tokens.
+    assert measured.lag_mean == pytest.approx((400 * 0.5 + 20 * 2.0) / 420)
     assert measured.learner_wait_frac == pytest.approx(0.25)
 
 

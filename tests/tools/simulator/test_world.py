@@ -12,7 +12,7 @@ from tests.configs import edited
 from tests.tools.simulator.builders import make_play, make_simulated
 from tools.simulator.config import SimulatorConfig
 from tools.simulator.workload import SampledWorkload, SimulatedEpisode
-from tools.simulator.world import Prediction, SimulatedRun, SimulationStatistics
+from tools.simulator.world import Prediction, SimulatedRun, SimulatedStep, SimulationStatistics
 
 
 class Constant:
@@ -120,6 +120,22 @@ def test_late_actors_speed_up_waiting_run() -> None:
 def test_idle_actors_are_counted() -> None:
     cfg = make_simulated(num_steps=20, num_actors=100)
     assert _run(cfg, Constant(wall_s=5.0, busy_s=5.0)).actor_idle_frac > 0.9
+
+
+def test_predicted_lag_is_a_mean_over_sampled_tokens() -> None:
+    tally = SimulationStatistics()
+    for number, (lag_sum, num_sampled) in enumerate([(0.0, 10), (0.0, 10), (60.0, 30), (0.0, 30)]):
+        tally.add_step(
+            SimulatedStep(
+                ended_s=float(number),
+                wait_s=0.0,
+                num_arrived=number,
+                num_trained=1,
+                lag_sum=lag_sum,
+                num_sampled_tokens=num_sampled,
+            )
+        )
+    assert tally.rates()["lag_mean"] == pytest.approx(60 / 70)
 
 
 def test_mean_version_weights_each_by_its_time() -> None:
