@@ -327,6 +327,7 @@ class Mlflow:
 
     def __init__(self, run_dir: RunDir, cfg: RunConfig, job: str) -> None:
         from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
+        from mlflow.exceptions import MlflowException  # pyright: ignore[reportMissingImports]
         from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
         job = f"-{job}" if job else ""
@@ -340,10 +341,19 @@ class Mlflow:
             identity = experiment.experiment_id if experiment else client.create_experiment(name)
             return client.create_run(identity, run_name=f"{cfg.run.name}{job}").info.run_id
 
-        self._run_id, is_new = _kept_id(run_dir.root / f"mlflow_id{job}", create)
+        path = run_dir.root / f"mlflow_id{job}"
+        self._run_id, is_new = _kept_id(path, create)
         if not is_new:
-            client.update_run(self._run_id, status="RUNNING")
-            return
+            try:
+                client.update_run(self._run_id, status="RUNNING")
+                return
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                    raise
+                # The run directory was copied to a machine without the file mlflow.db.
+                logger.warning("mlflow has no run %s; a new one begins", self._run_id)
+                path.unlink()
+                self._run_id, _ = _kept_id(path, create)
         params = [Param(_key(k), v[:MAX_PARAM_CHARS]) for k, v in _plain_config(cfg)]
         for start in range(0, len(params), PARAMS_AT_ONCE):
             client.log_batch(self._run_id, params=params[start : start + PARAMS_AT_ONCE])

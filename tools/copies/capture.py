@@ -11,8 +11,11 @@ import contextlib
 import json
 import os
 import re
+import sqlite3
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -58,6 +61,9 @@ REPLACED = (  # Small files, each of which is replaced as a whole.
     "report.json",
     "report.html",
 )
+# Ids of the run in its trackers, one file for each tracker and job.
+TRACKER_IDS = ("wandb_id*", "mlflow_id*", "trackio_id*")
+JUDGES = "judges"  # Folder of the judges' answers and totals, in SQLite files.
 FOLDERS = ("tokenizer", "policy")  # Files that do not change during the run.
 
 
@@ -178,9 +184,41 @@ def _fill(
     cut.journal = synced_end(run_dir.journal)
     took_s = now() - started
     cut.pruned_before = _add_journal(cut, run_dir)
-    for name in REPLACED:
+    for name in (*REPLACED, *_tracker_ids(root)):
         files += _replaced(root, name)
+    for path in sorted((root / "tensorboard").rglob("events.*")):
+        files += _appended(root, path.relative_to(root).as_posix())
     return took_s
+
+
+def _tracker_ids(root: Path) -> list[str]:
+    """Return the names of the files with the trackers' ids."""
+    return sorted(path.name for pattern in TRACKER_IDS for path in root.glob(pattern))
+
+
+def add_judges(cut: RunCapture, run_dir: RunDir) -> None:
+    """Add the judges' answers and totals. Raises: OSError: a file is damaged."""
+    for path in sorted((run_dir.root / JUDGES).glob("*.sqlite")):
+        cut.files.append(_database(run_dir.root, path))
+
+
+def _database(root: Path, path: Path) -> CapturedFile:
+    """Return the state of a SQLite file that other processes write to.
+
+    Raises: OSError: the file is damaged, or busy for too long.
+    """
+    with tempfile.NamedTemporaryFile(prefix="longstride-") as temporary:
+        try:
+            with (
+                closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=rw", uri=True)) as base,
+                closing(sqlite3.connect(temporary.name)) as target,
+            ):
+                base.backup(target)
+        except sqlite3.Error as error:
+            raise OSError(f"{path}: {error}") from error
+        descriptor = os.open(temporary.name, os.O_RDONLY)
+    name = path.relative_to(root).as_posix()
+    return CapturedFile(name=name, size=os.fstat(descriptor).st_size, descriptor=descriptor)
 
 
 def _config(root: Path) -> Iterator[CapturedFile]:

@@ -1,6 +1,7 @@
 """Copies a run to a store, once or again and again, so that a restart elsewhere loses little."""
 
 import logging
+import math
 import os
 import re
 import secrets
@@ -17,7 +18,14 @@ from common.log import configure_logging
 from common.store.disk import if_room
 from common.store.run_dir import RunDir, json_object, write_json
 from learner.journal.journal import JournalPosition, open_journal_file, synced_end
-from tools.copies.capture import CapturedFile, RunCapture, SourceChanged, capture
+from tools.copies.capture import (
+    JUDGES,
+    CapturedFile,
+    RunCapture,
+    SourceChanged,
+    add_judges,
+    capture,
+)
 from tools.copies.manifest import (
     FOLDER,
     FORMAT,
@@ -40,6 +48,7 @@ LOG_EVERY_S = 300.0  # Seconds between two log lines about a failing store.
 MAX_PAUSE_S = 60.0  # Longest pause after a failed round.
 MIN_SLICE_S = 1.0  # Least seconds for checkpoints in one copy.
 NO_LIMIT_S = 1e9
+JUDGES_EVERY_S = 600.0  # Seconds between two copies of the judges' answers, which are whole files.
 NICENESS = 10  # The run has priority.
 LAST_TRIES = 5  # Tries of the last round if files change.
 STATE_FILE = "copies.json"
@@ -96,6 +105,7 @@ class RunCopier:
         self._last: CopyManifest | None = None
         self._split: list[int] = []  # Checkpoints of the last copy with files on other nodes.
         self._is_opened = False
+        self._judges_at = -math.inf  # Monotonic time of the last copy of the judges' answers.
         self._state_lock = threading.Lock()
         self.has_more = False  # A checkpoint is not copied completely.
 
@@ -109,8 +119,15 @@ class RunCopier:
         """
         self._open()
         with capture(self._run_dir, with_temporary=is_last) as cut:
+            has_judges = is_last or time.monotonic() - self._judges_at >= JUDGES_EVERY_S
+            if has_judges:
+                add_judges(cut, self._run_dir)
             files = self._copy_files(cut, is_last=is_last)
             last = self._last
+            if has_judges:
+                self._judges_at = time.monotonic()
+            elif last is not None:
+                files |= {k: v for k, v in last.files.items() if k.startswith(f"{JUDGES}/")}
             manifest = CopyManifest(
                 format=FORMAT,
                 number=last.number + 1 if last else 1,

@@ -11,6 +11,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry, register_implementation
 
 from common.store.run_dir import RunDir, write_json
+from envhub.envs.dataset.judges.judge import Answer, JudgeStore
 from learner.journal.journal import JournalWriter, journal_files, read_journal, synced_end
 from learner.journal.metrics import copy_metrics, copy_state
 from learner.journal.upkeep import pack, prune
@@ -367,3 +368,51 @@ def test_copy_has_the_rewards_of_groups_that_a_restart_uses(run_dir: RunDir) -> 
         (file,) = (file for file in found.files if file.name == "journal/group_rewards.jsonl")
         run_dir.group_rewards.unlink()  # As after a pruning.
         assert file.read(0, len(line)) == line
+
+
+def test_copy_has_the_judges_answers_and_totals(run_dir: RunDir, tmp_path: Path) -> None:
+    path = run_dir.root / "judges" / "taste.sqlite"
+    store = JudgeStore(path)
+    for number in range(200):
+        store.keep(f"key {number}", Answer(text=f"Score: {number}"))
+    store.add("calls", 200)
+    copy_all(copier_of(run_dir, f"{tmp_path}/copies"))  # The newest answers are in the log only.
+    copied = JudgeStore(fetched(f"{tmp_path}/copies", tmp_path).root / "judges" / "taste.sqlite")
+    assert (copied.find("key 199"), copied.total("calls")) == (Answer(text="Score: 199"), 200)
+    copied.close()
+    store.close()
+
+
+def test_later_copies_keep_the_judges_answers(run_dir: RunDir, tmp_path: Path) -> None:
+    store = JudgeStore(run_dir.root / "judges" / "taste.sqlite")
+    store.add("calls", 1)
+    copier = copier_of(run_dir, f"{tmp_path}/copies")
+    first = copier.copy_once()
+    store.add("calls", 1)
+    append(run_dir, episode(8))
+    later = copier.copy_once()  # Too early for another copy of the whole file.
+    name = "judges/taste.sqlite"
+    assert (later.number, later.files[name]) == (2, first.files[name])
+    last = copier.copy_once(is_last=True)
+    assert last.files[name] != first.files[name]
+    store.close()
+
+
+def test_damaged_answers_of_judges_are_named(run_dir: RunDir, tmp_path: Path) -> None:
+    path = run_dir.root / "judges" / "taste.sqlite"
+    path.parent.mkdir()
+    path.write_bytes(b"no database" * 1000)
+    with pytest.raises(OSError, match=r"judges/taste\.sqlite: file is not a database"):
+        copy_all(copier_of(run_dir, f"{tmp_path}/copies"))
+
+
+def test_copy_has_the_trackers_runs(run_dir: RunDir, tmp_path: Path) -> None:
+    names = ["wandb_id", "wandb_id-eval", "mlflow_id", "trackio_id", "tensorboard/events.out.1"]
+    (run_dir.root / "tensorboard").mkdir()
+    for name in names:
+        (run_dir.root / name).write_text(f"run of {name}", encoding="utf-8")
+    copy_all(copier_of(run_dir, f"{tmp_path}/copies"))
+    restored = fetched(f"{tmp_path}/copies", tmp_path).root
+    assert [(restored / name).read_text(encoding="utf-8") for name in names] == [
+        f"run of {name}" for name in names
+    ]
