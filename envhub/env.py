@@ -288,6 +288,7 @@ class EnvSpec:
         sessions_per_worker: concurrent episodes of one worker; workers are reused. With TASK:
             concurrent episodes in the hub. A library that is not thread-safe needs 1. 0: 1 with
             WORKER, else 64 for an environment outside of the package.
+        sessions_key: configuration key of the number of sessions; "": the code determines it.
         reward: how the return is computed from the step rewards.
         start_score: the score before the first step: a raw score of 0, mapped to [0, 1].
         takes_any_text: every text is a valid action, such as an answer in words.
@@ -317,6 +318,7 @@ class EnvSpec:
     isolation: Isolation = Isolation.INLINE
     sessions_per_worker: int = 0
     max_workers: int = 1  # Worker processes.
+    sessions_key: str = ""
     # Limit of resident bytes with child processes; a worker above it is replaced.
     worker_memory_bytes: int = 2 << 30
     step_timeout_s: float | None = None  # Deadline of one call; None: the hub's value.

@@ -44,7 +44,7 @@ MIN_RETRY_S = 0.05  # Shortest wait after a 429, which prevents a busy loop.
 MAX_ANSWER_BYTES = 64 << 20
 MAX_FACTS_CHARS = 1_000_000
 MAX_AT_ONCE_BYTES = 64 << 10
-OnFull = Callable[[], None]
+OnFull = Callable[[str], None]  # Receives the hub's reason.
 UNLIMITED = aiohttp.ClientTimeout(total=None)
 JSON_HEADERS = {"Content-Type": "application/json"}
 
@@ -363,7 +363,7 @@ class HubClient(BearerClient):
                     )
             if response.status == 429:
                 if on_full is not None:
-                    on_full()
+                    on_full(detail_of(text))
                 wait_s = retry_after_s(response.headers, default_s=1.0)
                 await asyncio.sleep(max(MIN_RETRY_S, wait_s))
                 return None
@@ -382,7 +382,7 @@ class _FullNow(Exception):
     """Ends a request at its first 429."""
 
 
-def _stop_at_full() -> None:
+def _stop_at_full(_: str) -> None:
     raise _FullNow
 
 

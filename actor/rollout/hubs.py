@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 PROBE_EVERY_S = 0.5  # Seconds between two polls of a lost hub.
 WARN_EVERY_S = 10.0  # Seconds between two warnings that no hub serves an environment.
+FULL_EVERY_S = 60.0  # Seconds between two warnings that an environment has no free session.
 PAUSE_S = 2.0  # Seconds between two openings of a paused environment.
 PAUSE_GRACE_S = 8.0  # Seconds after a pause in which no new work of the environment is requested.
 AVOID_S = 5.0  # Seconds for which a hub that failed to open a session is tried last.
@@ -50,6 +51,8 @@ class Hubs:
             owner: names this process; the hub closes its sessions when the process ends in any way.
         """
         self._outage_s = cfg.episode_timeout_s
+        # environment -> time of the last warning that it has no free session
+        self._full_at: dict[str, float] = {}
         # environment -> the time since which no hub serves it
         self._away_since: dict[str, float] = {}
         self._places = places
@@ -129,7 +132,7 @@ class Hubs:
         )
 
     async def open(
-        self, env: str, item_id: str, *, seed: int, on_full: OnFull | None = None
+        self, env: str, item_id: str, *, seed: int, on_full: Callable[[], None] | None = None
     ) -> HubSession:
         """Start an episode at a hub that serves it; try the next hub if that one fails.
 
@@ -142,15 +145,23 @@ class Hubs:
             HubLost: no hub that serves the environment answers; see `wait_for`.
             EnvError, EnvTimeout: the last hub failed, or no hub serves the environment.
         """
+        note = partial(self._note_full, env, on_full)
         while True:
             try:
-                return await self._open_once(env, item_id, seed=seed, on_full=on_full)
+                return await self._open_once(env, item_id, seed=seed, on_full=note)
             except HubFull as error:
                 logger.warning("still waiting for a session env=%s reason=%s", env, error)
 
-    async def _open_once(
-        self, env: str, item_id: str, *, seed: int, on_full: OnFull | None
-    ) -> HubSession:
+    def _note_full(self, env: str, on_full: Callable[[], None] | None, reason: str) -> None:
+        """Warn that an episode waits for a session, once in a while."""
+        now = time.monotonic()
+        if now - self._full_at.get(env, -math.inf) > FULL_EVERY_S:
+            self._full_at[env] = now
+            logger.warning("episodes wait for a free session env=%s reason=%s", env, reason)
+        if on_full is not None:
+            on_full()
+
+    async def _open_once(self, env: str, item_id: str, *, seed: int, on_full: OnFull) -> HubSession:
         """Try each hub once; see `open`. Raises: HubFull: a hub had no free session."""
         failure = EnvError(f"no hub serves {env}")
         full: HubFull | None = None

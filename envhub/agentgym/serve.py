@@ -39,11 +39,6 @@ from envhub.http.parts import AgentGymLimits, HubParts
 T = TypeVar("T")
 
 POLL_S = 0.1  # Seconds between two attempts to get a free session.
-REMEDIES = {  # Config keys that raise the number of sessions, where it is not the hub's capacity.
-    "sciworld": "envs.sciworld.max_jvms",
-    "webarena": "envs.browser.max_sessions",
-    "minisites": "envs.browser.max_sessions",
-}
 MAX_ASIDE = 4_096  # Maximum instances of an environment whose episodes can be suspended.
 # Maximum characters of an episode's actions; a longer episode keeps its session.
 MAX_REPEATED_CHARS = 100_000
@@ -186,7 +181,7 @@ class Instances:
     @property
     def _key(self) -> str:
         """Return the configuration key of the limit on sessions."""
-        return REMEDIES.get(self._spec.name, "envhub.capacity")
+        return self._sessions.placement.limiting_key(self._spec) or "envhub.capacity"
 
     def _remedy(self) -> str:
         """Return the end of an error about too many instances."""

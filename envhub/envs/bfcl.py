@@ -392,6 +392,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         isolation=Isolation.WORKER,
         sessions_per_worker=SESSIONS_PER_WORKER,
         max_workers=section.max_workers,
+        sessions_key="envs.bfcl.max_workers",
         takes_any_text=True,
         has_references=True,
         content=digests_of_packages("bfcl-eval"),

@@ -251,6 +251,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         isolation=Isolation.WORKER,
         sessions_per_worker=SESSIONS_PER_WORKER,
         max_workers=section.max_workers,
+        sessions_key="envs.textworld.max_workers",
         step_timeout_s=STEP_TIMEOUT_S,
         expert_turns={"custom": partial(quest_length_at, options=section)},
         content=digests_of_packages(EXTRA),

@@ -76,6 +76,11 @@ class EpisodeFactory:
             return self._capacity
         return min(self._capacity, spec.max_workers * spec.sessions_per_worker)
 
+    def limiting_key(self, spec: EnvSpec) -> str:
+        """Return the key that limits an environment's sessions; "": its code does."""
+        is_own = self.capacity(spec) < self._capacity
+        return spec.sessions_key if is_own else "envhub.capacity"
+
     def make(self, spec: EnvSpec, style: Style) -> HostedEpisode:
         """Return a new episode that is not open yet."""
         timeout_s = spec.step_timeout_s or self._step_timeout_s
@@ -621,7 +626,9 @@ class Sessions:
         capacity = self.placement.capacity(spec)
         if self.num_live[spec.name] >= capacity:
             self.counts["refused"] += 1
-            raise CapacityFull(f"{spec.name}: all sessions are in use, at most {capacity}")
+            key = self.placement.limiting_key(spec)
+            text = f"{spec.name}: all sessions are in use, at most {capacity}"
+            raise CapacityFull(f"{text} ({key})" if key else text)
         self.num_live[spec.name] += 1
 
     def _release(self, env_name: str) -> None:

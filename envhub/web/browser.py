@@ -53,6 +53,7 @@ def browser_spec(spec: EnvSpec, options: BrowserOptions) -> EnvSpec:
         isolation=Isolation.WORKER,
         sessions_per_worker=options.max_sessions,
         max_workers=1,
+        sessions_key="envs.browser.max_sessions",
         worker_memory_bytes=8 << 30,
         step_timeout_s=60.0,
     )

@@ -341,6 +341,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         make=make,
         isolation=Isolation.WORKER,
         sessions_per_worker=code.max_sessions,
+        sessions_key="envs.code.max_sessions",
         worker_memory_bytes=worker_bytes(options.sandbox, code.max_sessions),
         step_timeout_s=code.total_timeout_s + MARGIN_S,
         takes_any_text=True,

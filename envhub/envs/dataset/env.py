@@ -437,6 +437,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         isolation=Isolation.WORKER,
         sessions_per_worker=section.max_sessions,
         max_workers=section.max_workers,
+        sessions_key="envs.dataset.max_sessions",
         worker_memory_bytes=int(section.worker_memory_gib * 2**30),
         step_timeout_s=longest_s + MARGIN_S,
         start_score=task.rewards.start_score,

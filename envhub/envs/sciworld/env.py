@@ -509,6 +509,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         isolation=Isolation.WORKER,
         sessions_per_worker=1,
         max_workers=chosen.max_jvms,
+        sessions_key="envs.sciworld.max_jvms",
         worker_memory_bytes=memory_mib << 20,
         step_timeout_s=chosen.call_timeout_s,
         from_agentgym=catalogue.from_agentgym,

@@ -688,6 +688,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         make=make,
         isolation=Isolation.WORKER,
         sessions_per_worker=terminal.max_sessions,
+        sessions_key="envs.terminal.max_sessions",
         worker_memory_bytes=worker_bytes(options.sandbox, terminal.max_sessions),
         step_timeout_s=shared.longest_s,
         takes_any_text=True,

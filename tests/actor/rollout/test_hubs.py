@@ -76,7 +76,7 @@ def test_other_hubs_replace_a_dead_hub() -> None:
     assert len(hub.opened) == 3
 
 
-def test_full_hub_is_waited_for_beyond_one_request() -> None:
+def test_full_hub_is_waited_for_beyond_one_request(caplog: pytest.LogCaptureFixture) -> None:
     hub = ToyHub(num_full=25)  # At least 0.05 s each.
 
     async def law(hubs: Hubs) -> None:
@@ -85,6 +85,7 @@ def test_full_hub_is_waited_for_beyond_one_request() -> None:
     with serve(hub.app()) as url:
         play([place(url)], law, answer_s=0.5)
     assert hub.num_full == 0
+    assert caplog.text.count("episodes wait for a free session env=toy reason=full") == 1
 
 
 def test_full_hub_is_waited_for_beside_a_broken_one() -> None:

@@ -142,6 +142,7 @@ def test_full_environment_returns_429_until_a_session_ends(serve_hub):
     body = {"env": "faulty", "item_id": "any-train-0"}
     refused = hub.client.post("/v1/sessions", json=body)
     assert refused.status_code == 429
+    assert refused.json()["detail"].endswith("at most 2 (envhub.capacity)")
     assert float(refused.headers["Retry-After"]) > 0
     hub.open("textcraft", "depth1-train-0")  # another environment has its own capacity
     hub.client.delete(first)
