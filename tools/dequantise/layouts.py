@@ -93,8 +93,19 @@ def mxfp4(section: Mapping[str, Any], stored: Stored, dtype: torch.dtype) -> Mad
     return made
 
 
-def fp8(section: Mapping[str, Any], stored: Stored, dtype: torch.dtype) -> Made:
-    """Numbers of 8 bits with a scale for each block, each row or the whole weight."""
+def fp8(
+    section: Mapping[str, Any],
+    stored: Stored,
+    dtype: torch.dtype,
+    *,
+    has_column_scales: bool = False,
+) -> Made:
+    """Numbers of 8 bits with a scale for each block, each row or the whole weight.
+
+    Args:
+        has_column_scales: stacks are [expert, in, out] with a scale for each column, in the shapes
+            [expert, 1, out] and [expert, out, 1]. So FBGEMM stores the experts of Llama 4.
+    """
     block = section.get("weight_block_size")
     made: Made = {}
     for name, tensor in stored.items():
@@ -103,10 +114,29 @@ def fp8(section: Mapping[str, Any], stored: Stored, dtype: torch.dtype) -> Made:
         scale = next((s for end in ("_scale_inv", "_scale") if (s := name + end) in stored), None)
         if scale is None:
             raise ValueError(f"{name} has the dtype {tensor.dtype}, and no {name}_scale_inv")
-        parts = partial(_scaled_parts, tensor, stored[scale], block, dtype)
+        if has_column_scales and len(tensor.shape) == 3:
+            parts = partial(_scaled_columns, tensor, stored[scale], dtype)
+        else:
+            parts = partial(_scaled_parts, tensor, stored[scale], block, dtype)
         output = Output(name=name, dtype=NAMES[dtype], shape=tensor.shape, parts=parts)
         made[name] = ((name, scale), output)
     return made
+
+
+def _scaled_columns(
+    tensor: SourceTensor, scale: SourceTensor, dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """Yield the matrices of a stack, whose columns have a scale each.
+
+    Raises: ValueError: there is another number of scales.
+    """
+    scales = scale.read().float()
+    num_experts, _, num_columns = tensor.shape
+    if tuple(scales.shape) not in ((num_experts, 1, num_columns), (num_experts, num_columns, 1)):
+        raise ValueError(f"scales of shape {list(scales.shape)} for {list(tensor.shape)}")
+    for number in range(num_experts):
+        matrix = tensor.read(number, number + 1)[0].float()
+        yield (matrix * scales[number].reshape(1, -1)).to(dtype)
 
 
 def _scaled_parts(
@@ -136,7 +166,8 @@ def scaled_blocks(
 ) -> tuple[int, int] | None:
     """Return the rows and columns of a block; None for one scale.
 
-    Raises: ValueError: the scales fit neither the blocks nor whole rows and columns.
+    Raises: ValueError: the scales fit neither the blocks nor whole rows and columns, or they might
+        belong to rows as well as to columns.
     """
     if scale.numel() == 1:
         return None
@@ -144,6 +175,11 @@ def scaled_blocks(
     num_rows, num_columns = scale.shape if scale.ndim == 2 else (scale.shape[0], 1)
     if block and (-(-rows // block[0]), -(-columns // block[1])) == (num_rows, num_columns):
         return block[0], block[1]
+    if num_rows == 1 and num_columns == rows and rows > 1:
+        text = f"scales of shape {list(scale.shape)} might be those of rows or of columns"
+        raise ValueError(f"{text} of {list(shape)}; rows have the shape [{rows}, 1]")
+    if scale.ndim == 1 and num_rows != rows:
+        raise ValueError(f"scales of shape {list(scale.shape)} for {rows} rows")
     if rows % num_rows or columns % num_columns:
         raise ValueError(f"scales of shape {list(scale.shape)} do not divide {list(shape)}")
     return rows // num_rows, columns // num_columns
@@ -298,7 +334,7 @@ def _eight_bit_parts(
 LAYOUTS: dict[str, Callable[[Mapping[str, Any], Stored, torch.dtype], Made]] = {
     "mxfp4": mxfp4,
     "fp8": fp8,
-    "fbgemm_fp8": fp8,
+    "fbgemm_fp8": partial(fp8, has_column_scales=True),
     "compressed-tensors": compressed,
     "bitsandbytes": bitsandbytes,
 }

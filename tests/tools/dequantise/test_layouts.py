@@ -89,6 +89,50 @@ def test_fp8_scales_of_tensors_rows_stacks_and_exponents_are_read(tmp_path: Path
     assert got["c.weight"].equal(eight[2].float() * torch.tensor([2.0] * 3 + [0.5] * 3))
 
 
+@pytest.mark.parametrize(
+    ("shape", "scale", "message"),
+    [
+        ((4, 4), (1, 4), "might be those of rows or of columns"),
+        ((4, 8), (1, 4), "might be those of rows or of columns"),
+        ((4, 8), (2,), "for 4 rows"),
+    ],
+)
+def test_fp8_scales_without_a_direction_are_refused(
+    tmp_path: Path, shape: tuple[int, int], scale: tuple[int, ...], message: str
+) -> None:
+    stored = {
+        "a.weight": random(*shape).to(torch.float8_e4m3fn),
+        "a.weight_scale": torch.rand(scale),
+    }
+    with pytest.raises(ValueError, match=message):
+        converted(tmp_path, stored, "fp8", {})
+    if len(scale) == 2:  # A block of the configuration has a direction.
+        section = {"weight_block_size": [4, shape[1] // 4]}
+        factors = stored["a.weight_scale"].repeat_interleave(shape[1] // 4, 1)
+        got = converted(tmp_path, stored, "fp8", section)["a.weight"]
+        assert got.equal(stored["a.weight"].float() * factors)
+
+
+@pytest.mark.parametrize("width", [4, 8])
+def test_scales_of_fbgemm_experts_belong_to_columns(tmp_path: Path, width: int) -> None:
+    up = random(2, 4, width).to(torch.float8_e4m3fn)
+    down = random(2, width, 4).to(torch.float8_e4m3fn)
+    rows = random(4, 4).to(torch.float8_e4m3fn)
+    stored = {
+        "experts.gate_up_proj": up,
+        "experts.gate_up_proj_scale": torch.rand(2, 1, width),
+        "experts.down_proj": down,
+        "experts.down_proj_scale": torch.rand(2, 4, 1),
+        "q_proj.weight": rows,
+        "q_proj.weight_scale": torch.rand(4, 1),
+    }
+    got = converted(tmp_path, stored, "fbgemm_fp8", {})
+    assert got["experts.gate_up_proj"].equal(up.float() * stored["experts.gate_up_proj_scale"])
+    factors = stored["experts.down_proj_scale"].transpose(1, 2)
+    assert got["experts.down_proj"].equal(down.float() * factors)
+    assert got["q_proj.weight"].equal(rows.float() * stored["q_proj.weight_scale"])
+
+
 def test_mxfp4_has_the_numbers_of_its_standard(tmp_path: Path) -> None:
     num_experts, num_out, num_groups = 2, 3, 4
     generator = torch.Generator().manual_seed(1)
