@@ -193,8 +193,12 @@ class LongLived:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
 
-    async def play(self, episode: AgentEpisode) -> None:
-        """Return when an agent has taken and ended the episode. Raises: the episode's failure."""
+    async def play(self, episode: AgentEpisode, *, step_aside: Callable[[], None]) -> None:
+        """Return when an agent has taken and ended the episode; see `Agents.play`.
+
+        Raises: the episode's failure.
+        """
+        step_aside()
         await self._offer(episode)
         ended = asyncio.create_task(episode.ended.wait())
         try:
@@ -355,8 +359,15 @@ class Agents:
         act: StreamingAct,
         task: tuple[str, str],
         may_repeat: bool,
+        step_aside: Callable[[], None] = lambda: None,
     ) -> Trajectory:
-        """Play an episode to its end, as `run_episode` does; `task` as in `AgentEpisode`."""
+        """Play an episode to its end, as `run_episode` does.
+
+        Args:
+            task: see `AgentEpisode`.
+            step_aside: called when the episode begins to wait for a long-lived agent, which may
+                play other episodes before.
+        """
         guardian = await self._start()
         started = time.monotonic()
         max_tokens = self._cfg.max_model_len
@@ -377,7 +388,7 @@ class Agents:
                     room=(max_tokens, turn_tokens),
                     task=task,
                 )
-                await self._run_agent(episode, guardian)
+                await self._run_agent(episode, guardian, step_aside=step_aside)
         finally:
             if session is not None:
                 await session.close()
@@ -385,13 +396,15 @@ class Agents:
             play.error += "; no agent process requested the episode"
         return trajectory_of(lease, play, actor=self._actor, wall_s=time.monotonic() - started)
 
-    async def _run_agent(self, episode: AgentEpisode, guardian: Guardian) -> None:
+    async def _run_agent(
+        self, episode: AgentEpisode, guardian: Guardian, *, step_aside: Callable[[], None]
+    ) -> None:
         """Play an episode with a long-lived agent, or with a new process."""
         with self.server.serving(episode):
             death = ""
             try:
                 if self._long_lived is not None:
-                    await self._long_lived.play(episode)
+                    await self._long_lived.play(episode, step_aside=step_aside)
                 else:
                     death = await self._run_process(episode, guardian)
             finally:

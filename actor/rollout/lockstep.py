@@ -30,7 +30,8 @@ class Rounds:
 
     A round cannot wait for an episode without a session, since sessions are freed by ended episodes
     only. So an environment's episodes begin in the order of `enter`, as many at once as it has
-    places. An episode whose place is used by another actor steps aside until it has a session.
+    places. An episode whose place is used by another actor steps aside until it has a session, and
+    an episode that waits for a long-lived agent until the agent asks.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Rounds:
             await self._queue[episode_id][1].wait()
 
     def step_aside(self, episode_id: str) -> None:
-        """Let rounds start without an episode until it asks, since its hub has no free session."""
+        """Let rounds start without an episode until it asks, as it waits for other episodes."""
         self._running.discard(episode_id)
         self._maybe_start()
 

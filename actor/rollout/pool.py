@@ -378,9 +378,10 @@ class EpisodePool:
         hubs = self._environments
         seed = environment_seed(lease)
         open_session = partial(hubs.open, lease.env, lease.item_id, seed=seed)
+        aside: dict[str, Callable[[], None]] = {}
         if self._rounds is not None:
-            step_aside = partial(self._rounds.step_aside, lease.episode_id)
-            open_session = partial(open_session, on_full=step_aside)
+            aside["step_aside"] = partial(self._rounds.step_aside, lease.episode_id)
+            open_session = partial(open_session, on_full=aside["step_aside"])
         task = hubs.instruction(lease.env), hubs.acknowledgement(lease.env)
         open_session = self._seats.opener(
             lease,
@@ -396,6 +397,7 @@ class EpisodePool:
                 act=self._model_act(lease),
                 task=task,
                 may_repeat=may_repeat,
+                **aside,
             )
         if recording is not None:
             open_session, act = recording.replay(open_session, act)
