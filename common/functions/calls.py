@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import inspect
 import itertools
+import logging
 import os
 import socket
 import sys
@@ -35,6 +36,8 @@ from common.host.child_process import ChildProcess
 from common.repository import CODE, working_directory
 from common.user_code import find_path
 
+logger = logging.getLogger(__name__)
+
 PROGRAM = Path(__file__).with_name("process.py")
 NUM_WARM = max(1, min(4, os.cpu_count() or 1))  # Processes that are started without a wait.
 MAX_PROCESSES = 32
@@ -45,6 +48,7 @@ BUSY_S = 0.5  # Seconds until a call that waits for a free process starts anothe
 WATCH_S = 0.5  # Seconds between two looks at a running call.
 # Seconds without an answer to a ping after which a call blocks the event loop of its process.
 FREEZE_S = 2.0
+EXAMPLE_S = 10.0  # Most seconds of a call with an example before a run.
 MAX_WAIT_S = 10.0  # Seconds in which a call waits for a free process.
 # Seconds of a call beyond its limit: the wait, a frozen process, a repeated call, its interrupt.
 OVERRUN_S = MAX_WAIT_S + 2 * (FREEZE_S + WATCH_S + INTERRUPT_S)
@@ -53,6 +57,10 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 class Ungraded(EnvFailure):
     """A call ended by its time limit, by its memory limit, or with its process."""
+
+
+class ImportFailed(EnvFailure):
+    """A function failed because a package is missing, or cannot be imported."""
 
 
 class FunctionError(Exception):
@@ -183,6 +191,31 @@ def check_keywords(where: str, user: UserFunction, offered: Mapping[str, Any]) -
             )
 
 
+def check_imports(where: str, user: UserFunction, offered: Mapping[str, Any]) -> None:
+    """Call a function of the user with an example, since it may import packages when it is called.
+
+    Other errors, and a call that takes longer than `EXAMPLE_S`, are left to the run: an example is
+    no real episode.
+
+    Raises: ConfigError: an import fails; names the function and the package.
+    """
+    if user.is_shipped:
+        return
+    process = GraderProcess([user])
+    try:
+        process.load(user)
+        process.call(user, user.chosen(offered), timeout_s=EXAMPLE_S, takes_logs=True)
+    except ImportFailed as error:
+        raise ConfigError(
+            f"{where}: a call with an example fails: {error}; install the package where the"
+            " function runs"
+        ) from error
+    except EnvFailure as error:
+        logger.debug("a call with an example fails function=%s error=%s", where, error)
+    finally:
+        process.end()
+
+
 class GraderProcess:
     """A process with the functions of a dataset. A thread of this process reads its replies.
 
@@ -234,14 +267,23 @@ class GraderProcess:
             raise Ungraded(loaded["lost"])
         return loaded
 
-    def call(self, user: UserFunction, keywords: Mapping[str, Any], *, timeout_s: float) -> Any:
+    def call(
+        self,
+        user: UserFunction,
+        keywords: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        takes_logs: bool = False,
+    ) -> Any:
         """Return the value of a call of a loaded function; the calling thread waits.
 
-        Raises: EnvFailure: the function raised an error, or did not return in time.
+        Raises:
+            EnvFailure: the function raised an error, or did not return in time.
+            ImportFailed: the error is that of an import.
         """
         number, future = self.register()
         message = {"op": "call", "function": user.reference, "keywords": _packed(keywords)}
-        self.send({**message, "state": None, "takes_logs": False, "id": number})
+        self.send({**message, "state": None, "takes_logs": takes_logs, "id": number})
         try:
             reply = future.result(timeout_s)
         except FutureTimeout as error:
@@ -250,7 +292,8 @@ class GraderProcess:
         if "lost" in reply:
             raise Ungraded(reply["lost"])
         if "error" in reply:
-            raise EnvFailure(reply["error"]) from FunctionError(reply["trace"])
+            kind = ImportFailed if reply["is_import"] else EnvFailure
+            raise kind(reply["error"]) from FunctionError(reply["trace"])
         return unpack(reply["value"])
 
     def register(self) -> tuple[int, Future[dict[str, Any]]]:

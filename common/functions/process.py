@@ -218,7 +218,11 @@ class Grader:
         except BaseException as error:  # noqa: BLE001 - Code of the user may raise anything.
             trace = "".join(traceback.format_exception(error))[-MAX_TRACE_CHARS:]
             place = place_of(error, caller=__file__)
-            reply = {"error": f"{type(error).__name__}: {error}{place}", "trace": trace}
+            reply = {
+                "error": f"{type(error).__name__}: {error}{place}",
+                "trace": trace,
+                "is_import": isinstance(error, ImportError),
+            }
         self._calls.pop(number, None)
         self._send({"id": number, **reply})
 

@@ -21,7 +21,13 @@ from common.config.groups import GroupsSection
 from common.errors import ConfigError, EnvFailure
 from common.formats.chat_template import render_chat
 from common.formats.turns import Turns, measure_turns
-from common.functions.calls import Caller, UserFunction, check_keywords, load_function
+from common.functions.calls import (
+    Caller,
+    UserFunction,
+    check_imports,
+    check_keywords,
+    load_function,
+)
 from common.functions.process import unpack
 from common.ids import subset_of
 from common.segments import as_rows
@@ -179,6 +185,20 @@ def load_group_rewards(cfg: GroupsSection) -> GroupRewardSum | None:
     return GroupRewardSum(terms, environment_weight=cfg.environment_weight)
 
 
+def check_group_rewards(cfg: GroupsSection) -> None:
+    """Load the functions of `groups.reward`, and call each with an example of a group.
+
+    Raises: ConfigError: as `load_group_rewards`, or a call fails because a package is missing.
+    """
+    rewards = load_group_rewards(cfg)
+    for term in rewards.terms if rewards is not None else ():
+        members = [_example_member(number, cfg.size) for number in range(cfg.size)]
+        offered = offered_keywords(members, has_texts=term.has_texts)
+        # The columns of a record are known only with an episode.
+        columns = {name: [""] * cfg.size for name in term.user.needed if name not in LOGS}
+        check_imports(_where(term), term.user, {**columns, **offered})
+
+
 def group_reward_digests(cfg: GroupsSection) -> dict[str, str]:
     """Return the digests of the functions' files, by the key and the value that name them.
 
@@ -250,6 +270,40 @@ def _check_signature(where: str, user: UserFunction) -> None:
             f"{where}: the function takes no group; its parameters are {named}. Name one of"
             f" {', '.join(KEYWORDS)}, or use it as `reward`, which scores one episode at a time"
         )
+
+
+def _where(term: GroupTerm) -> str:
+    """Return the key and the value of a function, for messages."""
+    return f"groups.reward.{term.name}={term.user.reference}"
+
+
+def _example_member(number: int, num_members: int) -> dict[str, Any]:
+    """Return an example of a finished episode, in the form of `MemberTexts.member`."""
+    asked = {"role": "user", "content": "How much is 1 + 1?"}
+    text = f"It is {number + 2}."
+    answer = {"role": "assistant", "content": text}
+    return {
+        "member": number,
+        "episode_id": f"g0000000/{number}",
+        "env": "example",
+        "item_id": "all-train-0",
+        "prompt": asked["content"],
+        "messages": [asked, answer],
+        "num_asked": 1,
+        "completion": text,
+        "answer": "2",
+        "record": {},
+        "columns": {},
+        "reward": 1 - number / num_members,
+        "is_success": number == 0,
+        "end_reason": "done",
+        "num_turns": 1,
+        "num_tokens": 2 + number,
+        "metrics": {},
+        "trl_prompt": [asked],
+        "trl_completion": [answer],
+        "completion_ids": [5] * (2 + number),
+    }
 
 
 class MemberTexts:
@@ -564,7 +618,7 @@ class GroupRewarder(threading.Thread):
     ) -> list[float | None]:
         """Return the numbers of one function; a failed call is repeated. Raises: EnvFailure."""
         offered = offered_keywords(members, has_texts=term.has_texts)
-        where = f"groups.reward.{term.name}={term.user.reference}"
+        where = _where(term)
         for attempt in range(term.retries + 1):
             try:
                 _check_offered(where, term.user, offered)

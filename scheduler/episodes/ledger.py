@@ -4,6 +4,7 @@ import logging
 import math
 from collections import Counter, deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -197,6 +198,13 @@ class FailureWindow:
         if cause:
             self.failed_at = self.now
         self.outage[cause] += 1
+
+    def withdraw(self) -> None:
+        """Remove an episode that was counted as one without a failure."""
+        with suppress(ValueError):  # It has left the window.
+            self.causes.remove("")
+        if self.outage[""]:
+            self.outage[""] -= 1
 
     def check(self, *, example: str = "") -> None:
         """Check the share of failed episodes.

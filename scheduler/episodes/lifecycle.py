@@ -219,7 +219,9 @@ class EpisodeLifecycle:
             self.leases.remove(episode)
         episode.state = state
         episode.actor = episode.incarnation = ""
-        episode.granted_at, episode.is_revoked = None, False
+        episode.is_revoked = False
+        if state is not EpisodePhase.ARRIVED:  # The learner may still refuse the episode.
+            episode.granted_at = None
 
     # --- arrived, settled ---------------------------------------------------------------------
 
@@ -289,6 +291,8 @@ class EpisodeLifecycle:
                     self.table.replace_closed(report.episode_id, settled)
         elif entry:
             if report.error:
+                if entry[1].state is EpisodePhase.ARRIVED:
+                    self.failures.withdraw()
                 started_at = entry[1].granted_at
                 self.failures.add(cause, error=report.error, started_at=started_at)
                 is_of_group = report.error.startswith("groups.reward")

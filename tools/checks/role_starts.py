@@ -12,7 +12,7 @@ from common.repository import ROOT
 from common.user_code import load_function
 from learner.algorithms import table
 from learner.algorithms.trees import formula as tree_formula
-from learner.ingest.group_rewards import load_group_rewards
+from learner.ingest.group_rewards import check_group_rewards, load_group_rewards
 from learner.policy.model_kind import is_composite_in
 from scheduler.curriculum.user_functions import check_user_functions, user_functions
 
@@ -30,14 +30,14 @@ def check_actor(cfg: RunConfig) -> None:
 def check_functions(cfg: RunConfig) -> None:
     """Load the user's functions of the curriculum, the filter and the rewards of groups.
 
-    Raises: ConfigError: one cannot be loaded or called, or returns a wrong value.
+    Raises: ConfigError: one cannot be loaded or called, returns a wrong value, or lacks a package.
     """
     check_user_functions(cfg)
     if cfg.groups.filter:
         from learner.algorithms.user_functions import user_filter  # It imports torch.
 
         user_filter(cfg.groups)
-    load_group_rewards(cfg.groups)
+    check_group_rewards(cfg.groups)
 
 
 def function_lines(cfg: RunConfig) -> list[str]:

@@ -18,7 +18,14 @@ from common.config.envs import EnvsSection
 from common.errors import ConfigError
 from common.formats.answers import tools_instruction
 from common.formats.turns import FirstPrompt
-from common.functions.calls import OVERRUN_S, Caller, UserFunction, check_keywords, load_function
+from common.functions.calls import (
+    OVERRUN_S,
+    Caller,
+    UserFunction,
+    check_imports,
+    check_keywords,
+    load_function,
+)
 from common.functions.process import pack
 from common.text import counted
 from envhub.env import EnvFailure, EnvSpec, Isolation, StepResult, Style, SubsetSpec, parse_item
@@ -321,10 +328,30 @@ def tool_call_of(action: str) -> dict[str, Any] | None:
 def check(options: EnvsSection) -> list[str]:
     """Return why the dataset cannot be played, as one line; [] if it can."""
     try:
-        load_task(options)
+        task = load_task(options)
+        _check_imports(task, f"data.step={options.dataset.step}")
     except ConfigError as error:
         return [str(error)]
     return []
+
+
+def _check_imports(task: Task, step: str) -> None:
+    """Call the functions of the user with an example. Raises: ConfigError: a package is missing."""
+    dataset = next(iter(task.datasets.values()))
+    answer = dataset.question("train", 0).answer
+    keywords, columns = _example(dataset, NO_ANSWER if answer is None else str(answer))
+    task.rewards.check_imports(keywords, columns)
+    if task.step is not None:
+        check_imports(step, task.step, {**columns, **keywords})
+
+
+def _example(dataset: Dataset, completion: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the keywords and the columns of an answer to the first record."""
+    question = dataset.question("train", 0)
+    messages = [*question.messages, {"role": "assistant", "content": completion}]
+    state = {"item_id": f"{SUBSET}-train-0", "seed": 0, "num_turns": 1}
+    record = dataset.splits["train"].record(0)
+    return offered_keywords(record, question, messages, state, completion, None)
 
 
 def load_task(section: EnvsSection) -> Task:
@@ -343,9 +370,7 @@ def load_task(section: EnvsSection) -> Task:
     held_out = [dataset.splits["test"], dataset.splits["validation"]]
     splits = [train, *(each for each in held_out if each.records is not train.records)]
     tools, tools_column = read_tools(options, [(each.name, each.records) for each in splits])
-    question = dataset.question("train", 0)
-    messages = [*question.messages, {"role": "assistant", "content": ""}]
-    offered = offered_keywords(train.record(0), question, messages, {}, "", None)
+    offered = _example(dataset, "")
     rewards.check(*offered)
     for each in datasets.values():
         _check_references(each, rewards)

@@ -16,6 +16,7 @@ from common.functions.calls import (
     Caller,
     Ungraded,
     UserFunction,
+    check_imports,
     check_keywords,
     load_function,
     shipped_function,
@@ -182,6 +183,11 @@ class RewardTerm:
             )
         check_keywords(where, self.user, offered)
 
+    def check_imports(self, keywords: Keywords, columns: Keywords) -> None:
+        """Raise ConfigError if a call with an example fails because a package is missing."""
+        where = f"reward.{self.name}={self.user.reference}"
+        check_imports(where, self.user, self.offered(keywords, columns))
+
     async def value(
         self, caller: Caller, keywords: Keywords, columns: Keywords, place: str
     ) -> tuple[float | None, dict[str, float]]:
@@ -250,6 +256,12 @@ class RewardSum:
         """Raise ConfigError if a function needs a keyword that is not offered."""
         for term in self.terms:
             term.check(keywords, columns)
+
+    def check_imports(self, keywords: Keywords, columns: Keywords) -> None:
+        """Raise ConfigError if a call of a function fails because a package is missing."""
+        for term in self.terms:
+            if isinstance(term, RewardTerm):
+                term.check_imports(keywords, columns)
 
     @property
     def functions(self) -> list[UserFunction]:

@@ -26,6 +26,8 @@ from learner.ingest.buffer import GroupAssembly
 from learner.ingest.group_rewards import (
     GroupRewarder,
     MemberTexts,
+    _example_member,
+    check_group_rewards,
     group_reward_digests,
     load_group_rewards,
     with_item_facts,
@@ -110,6 +112,12 @@ def is_even_once(group):
 
 def single(completion):
     return 1.0
+
+
+async def lazy(group, unit):
+    import no_such_package
+
+    return [no_such_package.score(each) for each in unit]
 """
 
 
@@ -231,6 +239,20 @@ def test_column_that_is_no_part_of_the_item_is_not_taken_from_another_member() -
     columns["score"] = 0.5
     with pytest.raises(EnvFailure, match="member 0 ended without the column 'score' of the others"):
         with_item_facts([texts.member(answered(0, "7 km")), {**whole, "columns": columns}])
+
+
+@pytest.mark.slow
+def test_missing_package_of_a_call_is_named_before_the_start(functions: Path) -> None:
+    cfg = GroupsSection(size=3, min_size=2, reward={"judged": f"{functions}:lazy"})
+    part = r"groups.reward.judged=.*:lazy: a call with an example fails: .*'no_such_package'"
+    with pytest.raises(ConfigError, match=part):
+        check_group_rewards(cfg)
+    for name in ("fails", "is_short", "dies", "of_trl"):  # The run has the episodes that decide.
+        check_group_rewards(GroupsSection(size=3, min_size=2, reward=f"{functions}:{name}"))
+
+
+def test_example_of_a_member_has_the_facts_of_an_episode() -> None:
+    assert _example_member(0, 3).keys() == MemberTexts(TOKENIZER).member(answered(0)).keys()
 
 
 @pytest.mark.slow

@@ -165,6 +165,19 @@ def test_refused_episodes_end_run_with_their_reason() -> None:
         table.core.tick()
 
 
+def test_failed_rewards_of_groups_end_run_with_their_error() -> None:
+    table = joined(cfg=make_config(per_step=50, max_failed_frac=0.9))
+    error = "groups.reward.rank=mine.py:rank failed on item a-train-0: KeyError: 'unit'"
+    for _ in range(1 + MIN_ALL // 4):  # Members of the first group count as one outage.
+        leases = table.ask("actor-0", 4).leases
+        table.clock.now += 0.1
+        table.arrive(leases)
+        failed = [outcome_of(each.episode_id, Outcome.FAILED, "group_reward") for each in leases]
+        table.report(outcomes=[replace(each, error=error) for each in failed])
+    with pytest.raises(EpisodesFailed, match=r"17 of the last 17 .* error: groups.reward.rank="):
+        table.core.tick()
+
+
 @pytest.mark.parametrize(
     ("error", "reason"),
     [

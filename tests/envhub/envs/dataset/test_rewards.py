@@ -106,6 +106,29 @@ def test_returned_forms_of_other_libraries_are_read(
     assert played(make(tmp_path, reward=f"{file}:f"), "7").reward == reward
 
 
+@pytest.mark.parametrize("key", ["reward", "step"])
+def test_missing_package_of_a_call_is_named_before_the_start(tmp_path: Path, key: str) -> None:
+    file = tmp_path / "lazy.py"
+    file.write_text(
+        "def lazy(completion, answer):\n"
+        "    import no_such_package\n"
+        "    return no_such_package.verify(completion, answer)\n",
+        encoding="utf-8",
+    )
+    options = make(tmp_path, reward="user:half")
+    given: dict[str, Any] = {key: f"{file}:lazy"}
+    (line,) = check(replace(options, dataset=replace(options.dataset, **given)))
+    where = "reward.lazy" if key == "reward" else "data.step"
+    assert line.startswith(f"{where}={file}:lazy: a call with an example fails: ")
+    assert "No module named 'no_such_package' (lazy.py, line 2); install the package" in line
+
+
+def test_other_error_with_an_example_is_no_refusal(tmp_path: Path) -> None:
+    file = tmp_path / "narrow.py"
+    file.write_text("def narrow(completion):\n    return 1 / 0\n", encoding="utf-8")
+    assert check(make(tmp_path, reward=f"{file}:narrow")) == []
+
+
 def test_rating_that_does_not_apply_leaves_the_others_to_decide(tmp_path: Path) -> None:
     file = f"{tmp_path}/user.py"
     rating = {"function": f"{file}:rating_of_others", "min": 1, "max": 5}
