@@ -71,9 +71,11 @@ LOGS_DRIVERS = {"docker": "json-file", "podman": "k8s-file"}
 KEEP_ALIVE = ("sh", "-c", "exec sleep infinity")
 # A container without memory loses the processes of its commands first, and then its first one.
 LOSES_FIRST = "{ echo 500 > /proc/self/oom_score_adj; } 2>/dev/null"
-# The first output of a command is a mark: without it, the engine did not start the command.
-STARTER = LOSES_FIRST + '; printf %s "$1"; cd "$2" 2>/dev/null || exit 125; shift 2; exec "$@"'
-NO_FOLDER = 125
+# The first output of a command is a mark: without it, the engine did not start the command. A second
+# mark alone means that its folder cannot be entered.
+STARTER = LOSES_FIRST + (
+    '; printf %s "$1"; cd "$2" 2>/dev/null || { printf %s "$1"; exit 125; }; shift 2; exec "$@"'
+)
 # A pipe's input is closed without a byte, so the file is empty.
 WRITER = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1" && chmod "$2" "$1"'
 IS_REGULAR = '[ -e "$1" ] || exit 3; [ -f "$1" ] || exit 4; '
@@ -588,7 +590,7 @@ class ContainerSandbox:
                     await self._restart()
                 elif result.exit_code != 0:
                     await self._check_alive()
-                if result.exit_code == NO_FOLDER and not result.num_bytes:
+                if result.output == call.mark:
                     raise RefusedBySandbox(f"the folder {folder or self._folder} cannot be entered")
                 return result
             errors.append(result.text.strip()[-300:] or f"no start within {timeout_s:g} s")
@@ -747,6 +749,11 @@ class ContainerCall:
         self._started = asyncio.Event()
 
     @property
+    def mark(self) -> bytes:
+        """The first output of the command."""
+        return self._mark.encode()
+
+    @property
     def has_started(self) -> bool:
         """Whether the engine started the command."""
         return self._started.is_set()
@@ -827,7 +834,7 @@ class ContainerCall:
                 self._tail.add(chunk)
                 continue
             self._began += chunk
-            place = self._began.find(self._mark.encode())
+            place = self._began.find(self.mark)
             if place >= 0:
                 self._tail.add(bytes(self._began[place + size :]))
                 self._started.set()

@@ -311,7 +311,7 @@ def digest_of_build(build: ImageBuild) -> str:
             content = path.read_bytes()
             is_program = os.access(path, os.X_OK)
             digest.update(f"{name}\0{is_program}\0{len(content)}\0".encode() + content)
-    outside = build.context / build.dockerfile
-    if not outside.is_relative_to(build.context) and outside.is_file():
-        digest.update(Path(outside).read_bytes())
+    dockerfile = (build.context / build.dockerfile).resolve()
+    if not dockerfile.is_relative_to(build.context.resolve()) and dockerfile.is_file():
+        digest.update(dockerfile.read_bytes())
     return digest.hexdigest()[:32]

@@ -22,7 +22,6 @@ from envhub.sandbox.containers import (
     GRACE_S,
     IRREGULAR,
     IS_REGULAR,
-    NO_FOLDER,
     ROOT,
     STARTER,
     TRUNCATED,
@@ -289,7 +288,7 @@ class HarborSandbox:
         before, found, begin = result["begin"].partition(mark)
         if not found and not is_late:
             raise SandboxFailed(f"the sandbox starts no command: {before.strip()[-300:]}")
-        if result["code"] == NO_FOLDER and not begin:
+        if begin == mark:
             raise RefusedBySandbox(f"the folder {place} cannot be entered")
         num_bytes = max(0, result["num_bytes"] - len((before + mark).encode()))
         return CommandResult(

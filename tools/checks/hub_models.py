@@ -94,7 +94,8 @@ def resolve_models(cfg: Config, *, is_dry: bool = False, may_stand_in: bool = Fa
         algorithm = replace(algorithm, reference_path=str(hub_model.folder))
     teacher = algorithm.teacher
     if is_hub_name(teacher.path):
-        hub_model = _resolve("algorithm.teacher.path", teacher.path, has_weights=not is_dry)
+        key = "algorithm.teacher.path"
+        hub_model = names.resolve(key, teacher.path, has_weights=not is_dry)
         algorithm = replace(algorithm, teacher=replace(teacher, path=str(hub_model.folder)))
     critic = cfg.learner.critic
     if is_hub_name(critic.path):

@@ -27,19 +27,31 @@ command -v conda >/dev/null && conda activate testbed
 cd /testbed
 git config --global --add safe.directory '*'
 """
-# Writes 1 if all of the expected lines, such as "PASSED a.py::b", are in the log, else 0.
+# Writes 1 if all of the expected lines, such as "PASSED a.py::b", are in the log, else 0. As in the
+# harness of SWE-bench, names end at their first space, the last line of a name counts, and an
+# expected failure is a success.
 DECIDE = r"""
 awk '
   FNR == NR { if ($0 != "") wanted[$0] = 1; next }
-  { sub(/\r$/, ""); sub(/ - .*$/, "") }
-  /^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) / { seen[$0] = 1 }
+  { sub(/\r$/, "") }
+  !/^PASSED / { sub(/ - .*$/, "") }
+  /^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) / {
+    seen[$0] = 1
+    last[$2] = ($1 == "XFAIL") ? "PASSED" : $1
+  }
   /^(PASSED|FAILED|ERROR|SKIPPED) .*::/ {
     status = $1; name = substr($0, index($0, "::") + 2); gsub("::", ".", name)
     seen[status " " name] = 1  # The names of R2E-Gym lack the file.
   }
   / \.\.\. ok$/ { sub(/ \.\.\. ok$/, ""); seen["PASSED " $0] = 1; next }
   / ok$/ { sub(/ ok$/, ""); seen["PASSED " $0] = 1 }
-  END { for (line in wanted) { n++; if (!(line in seen)) { print "missing: " line; missing = 1 } }
+  END { for (line in wanted) {
+          n++
+          num = split(line, words, " ")
+          if (line in seen || (num == 2 && last[words[2]] == words[1])) continue
+          print "missing: " line
+          missing = 1
+        }
         print (n && !missing) ? 1 : 0 > "/logs/verifier/reward.txt" }
 ' /tests/expected.txt /tests/log.txt
 """

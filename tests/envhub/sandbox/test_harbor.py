@@ -200,6 +200,19 @@ def test_output_and_files_of_a_sandbox_of_harbor_are_its_own(
     asyncio.run(work())
 
 
+def test_exit_code_125_is_no_missing_folder(package: SandboxOptions, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with backend(package) as sandboxes:
+            sandbox = await create(sandboxes, tmp_path)
+            limits = {"timeout_s": 60.0, "max_output_bytes": 100}
+            result = await sandbox.exec(["sh", "-c", "exit 125"], **limits)
+            assert (result.exit_code, result.num_bytes) == (125, 0)
+            with pytest.raises(RefusedBySandbox, match=r"the folder /lost cannot be entered"):
+                await sandbox.exec(["true"], folder="/lost", **limits)
+
+    asyncio.run(work())
+
+
 def need_harbor() -> None:
     if shutil.which("harbor") is None or shutil.which("podman-compose") is None:
         pytest.skip("the commands harbor and podman-compose are missing")

@@ -18,7 +18,12 @@ from envhub.sandbox.containers import (
     owner_text,
     size_of_files,
 )
-from envhub.sandbox.engine import ContainerEngine, ContainerImage, read_image_settings
+from envhub.sandbox.engine import (
+    ContainerEngine,
+    ContainerImage,
+    digest_of_build,
+    read_image_settings,
+)
 from envhub.sandbox.interface import (
     MIB,
     CommandEnd,
@@ -26,6 +31,7 @@ from envhub.sandbox.interface import (
     ContainerMount,
     ContainerSpec,
     Healthcheck,
+    ImageBuild,
     SandboxFailed,
     SandboxLimits,
     SandboxRequest,
@@ -266,3 +272,15 @@ def test_new_data_counts_at_once_and_holes_do_not(tmp_path: Path) -> None:
         num_bytes, num_files = size_of_files([tmp_path])
     assert 2 * MIB <= num_bytes < 3 * MIB
     assert num_files == 1
+
+
+@pytest.mark.parametrize("dockerfile", ["Dockerfile", "../Dockerfile"])
+def test_changed_dockerfile_is_another_build(tmp_path: Path, dockerfile: str) -> None:
+    context = tmp_path / "part"
+    context.mkdir()
+    build = ImageBuild(context=context, dockerfile=dockerfile)
+    digests: set[str] = set()
+    for base in ("debian:12", "debian:13"):
+        (context / dockerfile).write_text(f"FROM {base}\n", encoding="utf-8")
+        digests.add(digest_of_build(build))
+    assert len(digests) == 2

@@ -96,13 +96,14 @@ def test_another_revision_is_another_experiment(tmp_path: Path, cached: Path, ot
 
 def test_all_names_of_a_resumed_run_keep_their_commits(tmp_path: Path, cached: Path) -> None:
     point_main(cached, OLD)
-    keys = ("algorithm.reference_path", "learner.critic.path")
+    keys = ("algorithm.reference_path", "learner.critic.path", "algorithm.teacher.path")
     cfg = config(tmp_path, *(f"{key}={NAME}@main" for key in keys))
     save_config(resolved(cfg), RunDir(root=tmp_path / "r").config)
     point_main(cached, NEW)
     again = resolved(cfg)
     assert again.algorithm.reference_path == str(cached / "snapshots" / OLD)
     assert again.learner.critic.path == str(cached / "snapshots" / OLD)
+    assert again.algorithm.teacher.path == str(cached / "snapshots" / OLD)
 
 
 def test_run_after_a_finished_one_resolves_its_name_again(tmp_path: Path, cached: Path) -> None:

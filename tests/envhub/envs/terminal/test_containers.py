@@ -355,6 +355,16 @@ def test_lack_of_memory_ends_a_command_before_the_container() -> None:
     in_container(work, SandboxRequest(folder="", container=spec))
 
 
+def test_exit_code_125_is_no_missing_folder() -> None:
+    async def work(sandbox: Sandbox) -> None:
+        result = await shell(sandbox, "exit 125")
+        assert (result.exit_code, result.num_bytes) == (125, 0)
+        with pytest.raises(RefusedBySandbox, match=r"the folder /lost cannot be entered"):
+            await sandbox.exec(["true"], timeout_s=120.0, max_output_bytes=100, folder="/lost")
+
+    in_container(work)
+
+
 def test_files_enter_and_leave_a_container() -> None:
     async def work(sandbox: Sandbox) -> None:
         content = bytes(range(256)) * 5000

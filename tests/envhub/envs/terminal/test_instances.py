@@ -10,7 +10,7 @@ import pytest
 
 from common.config.envs import TerminalOptions
 from common.errors import ConfigError
-from envhub.envs.terminal.instances import load_instances
+from envhub.envs.terminal.instances import DECIDE, load_instances
 from envhub.envs.terminal.task_sets import load_task_set
 from tests.envhub.envs.terminal.container_tasks import BASE
 from tests.envhub.envs.terminal.test_containers import ENGINE, options_of, played, problem
@@ -146,6 +146,35 @@ def test_instance_is_solved_only_by_its_patch(instance: tuple[str, Path]) -> Non
     spoilt = "rm -f test_code.py; echo 'def test_double(): pass' > test_code.py"
     _, (*_, idle) = played(options_of(path), [spoilt, "submit"])
     assert idle.reward == 0.0, idle.observation
+
+
+@pytest.mark.parametrize(
+    ("log", "expected", "reward"),
+    [
+        # The lists of SWE-bench have names without what follows their first space.
+        ("PASSED a.py::t[x or y]", "PASSED a.py::t[x", 1),
+        ("PASSED a.py::t[x or y]\nFAILED a.py::t[x and y] - assert", "PASSED a.py::t[x", 0),
+        ("PASSED a.py::t[1 - 2]", "PASSED a.py::t[1", 1),
+        ("XFAIL a.py::t - not yet", "PASSED a.py::t", 1),
+        ("XFAIL a.py::t", "PASSED a.py::t", 1),
+        ("SKIPPED a.py::t", "PASSED a.py::t", 0),
+        ("XPASS a.py::t", "PASSED a.py::t", 0),
+        ("FAILED a.py::t - PASSED a.py::t", "PASSED a.py::t", 0),
+        ("ERROR a.py::t - x", "PASSED a.py::t", 0),
+        ("PASSED a.py::C::t[a - b]", "PASSED C.t[a - b]", 1),  # R2E-Gym has whole names.
+        ("FAILED a.py::C::t[a] - x", "FAILED C.t[a]", 1),
+        ("test_x (a.B) ... ok", "PASSED test_x (a.B)", 1),
+        ("", "PASSED a.py::t", 0),
+    ],
+)
+def test_log_is_decided_as_by_the_harness(
+    tmp_path: Path, log: str, expected: str, reward: int
+) -> None:
+    (tmp_path / "expected.txt").write_text(f"{expected}\n", encoding="utf-8")
+    (tmp_path / "log.txt").write_text(f"collected 2 items\n{log}\n", encoding="utf-8")
+    script = DECIDE.replace("/tests/", f"{tmp_path}/").replace("/logs/verifier/", f"{tmp_path}/")
+    subprocess.run(["sh", "-c", script], check=True, capture_output=True)
+    assert (tmp_path / "reward.txt").read_text(encoding="utf-8") == f"{reward}\n"
 
 
 def write(folder: Path, row: Mapping[str, object]) -> Path:
