@@ -120,11 +120,11 @@ def spent_to(success: float, curve: Curve) -> tuple[float, float]:
     The values are interpolated linearly between two saved policies.
     """
     before = (0.0, 0.0)
-    reached = 0.0
+    reached: float | None = None  # None: no policy was saved before.
     for wall_s, cpu_s, value in curve:
         spent = (wall_s, cpu_s)
         if value >= success:
-            share = (success - reached) / max(value - reached, 1e-9) if reached else 1.0
+            share = 1.0 if reached is None else (success - reached) / max(value - reached, 1e-9)
             wall, cpu = (a + share * (b - a) for a, b in zip(before, spent, strict=True))
             return wall, cpu
         before = spent

@@ -108,8 +108,11 @@ class AddressRegistry:
         if hello.name == OWN_HUB:  # The run's record has already been compared with its items.
             self._content |= hello.content
             return []
-        self._content = hello.content | self._content
-        return [env for env, digest in hello.content.items() if self._content[env] != digest]
+        content = hello.content | self._content
+        others = [env for env, digest in hello.content.items() if content[env] != digest]
+        if not others:  # A refused hub decides about no environment.
+            self._content = content
+        return others
 
     def hear_ranks(self, message: object, *, is_finished: bool = False) -> RanksPlace | None:
         """Record the place of rank 0; return the answer to a node that requests it."""

@@ -21,6 +21,8 @@ def side(*courses: Course) -> Side:
 def test_success_time_is_interpolated_between_policies() -> None:
     assert spent_to(0.7, course(0.4, 0.6, 0.8).curve()) == pytest.approx((12.5, 25.0))
     assert spent_to(0.7, course(0.4, 0.6).curve()) == (math.inf, math.inf)
+    assert spent_to(0.4, course(0.0, 0.8).curve()) == pytest.approx((7.5, 15.0))
+    assert spent_to(0.4, course(0.8).curve()) == pytest.approx((5.0, 10.0))
 
 
 def test_success_time_uses_mean_over_seeds() -> None:

@@ -115,6 +115,17 @@ def test_hub_with_other_items_than_the_run_is_refused() -> None:
         assert registry.hear_hub(hello, b"3", 0.0) == noted
 
 
+def test_refused_hub_decides_about_no_environment() -> None:
+    registry = registry_with()
+    first = replace(hub_hello("b", "http://b"), content={"dataset": "a"})
+    other = replace(hub_hello("c", "http://c"), content={"dataset": "A", "code": "C"})
+    third = replace(hub_hello("d", "http://d"), content={"dataset": "a", "code": "c"})
+    noted = HubNoted(is_finished=False)
+    assert registry.hear_hub(first, b"1", 0.0) == noted
+    assert isinstance(registry.hear_hub(other, b"2", 0.0), Rejected)
+    assert registry.hear_hub(third, b"3", 0.0) == noted
+
+
 def test_items_of_the_own_hub_are_those_of_the_run() -> None:
     registry = registry_with()
     joined = replace(hub_hello("b", "http://b"), content={"dataset": "a"})
