@@ -71,8 +71,8 @@ LOGS_DRIVERS = {"docker": "json-file", "podman": "k8s-file"}
 KEEP_ALIVE = ("sh", "-c", "exec sleep infinity")
 # A container without memory loses the processes of its commands first, and then its first one.
 LOSES_FIRST = "{ echo 500 > /proc/self/oom_score_adj; } 2>/dev/null"
-# The first output of a command is a mark: without it, the engine did not start the command. A second
-# mark alone means that its folder cannot be entered.
+# The first output of a command is a mark: without it, the engine did not start the command. A
+# second mark alone means that its folder cannot be entered.
 STARTER = LOSES_FIRST + (
     '; printf %s "$1"; cd "$2" 2>/dev/null || { printf %s "$1"; exit 125; }; shift 2; exec "$@"'
 )
