@@ -1,17 +1,23 @@
 """Control groups (version 2): the kernel's own limits of memory and processes for one sandbox."""
 
+import asyncio
 import contextlib
-import os
+import logging
 import secrets
+import time
 from pathlib import Path
 
 from envhub.sandbox.interface import SandboxLimits
+
+logger = logging.getLogger(__name__)
 
 ROOT = Path("/sys/fs/cgroup")
 PREFIX = "longstride-sandbox-"
 # Memory and processes of the agent and of bubblewrap themselves.
 OWN_BYTES = 64 << 20
 OWN_PROCESSES = 8
+REMOVE_S = 10.0  # Seconds in which the killed processes of a group must have ended.
+REMOVE_POLL_S = 0.02
 
 
 class Cgroup:
@@ -40,7 +46,8 @@ class Cgroup:
             group._set("memory.max", limits.memory_bytes + OWN_BYTES)
             group._set("pids.max", limits.processes + OWN_PROCESSES)
         except OSError:
-            group.remove()
+            with contextlib.suppress(OSError):
+                folder.rmdir()
             return None
         with contextlib.suppress(OSError):  # A kernel without swap accounting lacks the file.
             group._set("memory.swap.max", 0)
@@ -68,9 +75,23 @@ class Cgroup:
             return dict((k, int(v)) for k, v in map(str.split, lines)).get("oom_kill", 0)
         return 0
 
-    def remove(self) -> None:
-        """End all processes of the group and remove it."""
+    def kill(self) -> None:
+        """End all processes of the group."""
         with contextlib.suppress(OSError):
             self._set("cgroup.kill", 1)
-        with contextlib.suppress(OSError):
-            os.rmdir(self._folder)
+
+    async def remove(self) -> None:
+        """End all processes of the group, and remove it once they have ended."""
+        self.kill()
+        deadline_s = time.monotonic() + REMOVE_S
+        while True:
+            try:
+                self._folder.rmdir()
+                return
+            except FileNotFoundError:
+                return
+            except OSError as error:  # A process of the group has not ended yet.
+                if time.monotonic() > deadline_s:
+                    logger.warning("control group remains folder=%s reason=%s", self._folder, error)
+                    return
+            await asyncio.sleep(REMOVE_POLL_S)

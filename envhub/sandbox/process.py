@@ -398,12 +398,14 @@ class AgentSandbox:
         if self._process.stdin is not None:
             self._process.stdin.close()
         if self._launch.memory is not None:
-            self._launch.memory.remove()
+            self._launch.memory.kill()
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_S):
                 await self._process.wait()
+        if self._launch.memory is not None:
+            await self._launch.memory.remove()
         if self._launch.remove is not None:
             await self._launch.remove()
         self._reading.cancel()

@@ -1,5 +1,6 @@
 """Laws of the sandbox's parts that need no namespaces."""
 
+import asyncio
 import errno
 import struct
 from dataclasses import replace
@@ -100,6 +101,23 @@ def test_group_is_missing_without_version_2_or_its_controllers(tmp_path: Path) -
     assert Cgroup.create(SandboxLimits(), tmp_path) is None  # No memory.max in the new group.
     assert [each.name for each in tmp_path.iterdir()] == ["cgroup.controllers"]
     assert Cgroup.create(SandboxLimits(), tmp_path / "lost") is None
+
+
+def test_group_is_removed_once_its_processes_have_ended(tmp_path: Path) -> None:
+    folder = tmp_path / "group"
+    folder.mkdir()
+    (folder / "cgroup.kill").write_text("0", encoding="ascii")
+
+    async def main() -> str:
+        removing = asyncio.create_task(Cgroup(folder).remove())
+        await asyncio.sleep(0.1)
+        asked = (folder / "cgroup.kill").read_text(encoding="ascii")
+        (folder / "cgroup.kill").unlink()  # The kernel now lets the folder go.
+        await removing
+        return asked
+
+    assert asyncio.run(main()) == "1"
+    assert not folder.exists()
 
 
 def test_limits_of_the_configuration_reach_the_sandbox() -> None:
