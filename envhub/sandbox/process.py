@@ -309,18 +309,23 @@ class AgentSandbox:
     @classmethod
     async def start(cls, launch: Launch, *, folder: str, timeout_s: float) -> "AgentSandbox":
         """Start the process and wait for its agent. Raises: SandboxFailed."""
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *launch.argv, stdin=PIPE, stdout=PIPE, stderr=PIPE, **launch.options
-            )
-        except OSError as error:
-            raise SandboxFailed(f"{launch.argv[0]} cannot start: {error}") from error
-        sandbox = cls(process, launch, folder)
         async with contextlib.AsyncExitStack() as undo:
+            if launch.memory is not None:
+                undo.push_async_callback(launch.memory.remove)
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *launch.argv, stdin=PIPE, stdout=PIPE, stderr=PIPE, **launch.options
+                )
+            except OSError as error:
+                raise SandboxFailed(f"{launch.argv[0]} cannot start: {error}") from error
+            sandbox = cls(process, launch, folder)
             undo.push_async_callback(sandbox.delete)
             await sandbox._reply(timeout_s, "start")
             if launch.memory is not None:
-                launch.memory.add(process.pid)
+                try:
+                    launch.memory.add(process.pid)
+                except OSError as error:
+                    raise SandboxFailed(f"its control group takes no process: {error}") from error
             undo.pop_all()
         return sandbox
 

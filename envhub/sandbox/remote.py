@@ -51,7 +51,6 @@ class RemoteSandboxes:
 
     async def create(self, request: SandboxRequest) -> "RemoteSandbox":
         """Return a new sandbox. Raises: SandboxFailed."""
-        session = _connect(self._options)
         if request.container is not None and (request.container.build or request.services):
             raise SandboxFailed(
                 "a server builds no images and has no services; set environment.docker_image, or"
@@ -59,6 +58,7 @@ class RemoteSandboxes:
             )
         timeout_s = self._options.start_timeout_s + GRACE_S
         body = {"limits": asdict(request.limits), "folder": request.folder, "image": request.image}
+        session = _connect(self._options)
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(session.close)
             answer = await _call(

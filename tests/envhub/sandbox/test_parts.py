@@ -38,7 +38,15 @@ from envhub.sandbox.interface import (
     SandboxRequest,
     ServiceState,
 )
-from envhub.sandbox.process import AUDIT, NAMES_FIRST, NUMBERS, REFUSED, filter_program
+from envhub.sandbox.process import (
+    AUDIT,
+    NAMES_FIRST,
+    NUMBERS,
+    REFUSED,
+    AgentSandbox,
+    Launch,
+    filter_program,
+)
 
 ALLOW = 0x7FFF0000
 REFUSE = 0x00050000 | errno.EPERM
@@ -118,6 +126,22 @@ def test_group_is_removed_once_its_processes_have_ended(tmp_path: Path) -> None:
 
     assert asyncio.run(main()) == "1"
     assert not folder.exists()
+
+
+def test_failed_start_leaves_no_group(tmp_path: Path) -> None:
+    folder = tmp_path / "group"
+    folder.mkdir()
+    launch = Launch(argv=["/lost/program"], options={}, memory=Cgroup(folder))
+    with pytest.raises(SandboxFailed, match="cannot start"):
+        asyncio.run(AgentSandbox.start(launch, folder="/app", timeout_s=30.0))
+    assert not folder.exists()
+
+
+def test_group_that_takes_no_process_fails_the_start(tmp_path: Path) -> None:
+    argv = ["sh", "-c", r"printf '\000\000\000\002{}'; cat"]  # A reply: its length, and no field.
+    launch = Launch(argv=argv, options={}, memory=Cgroup(tmp_path / "lost"))
+    with pytest.raises(SandboxFailed, match="control group"):
+        asyncio.run(AgentSandbox.start(launch, folder="/app", timeout_s=30.0))
 
 
 def test_limits_of_the_configuration_reach_the_sandbox() -> None:
