@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -504,11 +505,17 @@ def _steps_of(completion: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _info_of(member: Mapping[str, Any]) -> Any:
-    return member["columns"].get("info", {})
+    """Return the column `info` of a member's record; JSON text is read, as by verifiers."""
+    info = member["columns"].get("info", {})
+    if isinstance(info, str):
+        with suppress(ValueError):  # A plain text.
+            return json.loads(info)
+    return info
 
 
-def _task_of(member: Mapping[str, Any]) -> str:
-    return f"{member['env']}/{subset_of(member['item_id'])}"
+def _task_of(member: Mapping[str, Any]) -> Any:
+    """Return the task of a member's record, as verifiers does, else environment and subset."""
+    return member["columns"].get("task", f"{member['env']}/{subset_of(member['item_id'])}")
 
 
 class GroupRewarder(threading.Thread):

@@ -30,6 +30,7 @@ from learner.ingest.group_rewards import (
     check_group_rewards,
     group_reward_digests,
     load_group_rewards,
+    offered_keywords,
     with_item_facts,
 )
 from learner.objective.advantages import group_has_signal, samples_of
@@ -289,6 +290,17 @@ def test_state_of_verifiers_has_a_step_for_each_answer(calls: Any) -> None:
     twice = {"messages": [asked, answer, asked, answer], "num_asked": 1, "completion": "7 km"}
     reward = made.reward(of_dataset(0, "7 km"), answered(1, "7 km", facts=twice))
     assert (reward.error, reward.rewards) == ("", {0: 1.0, 1: 0.5})
+
+
+def test_task_and_info_of_a_record_are_those_of_verifiers() -> None:
+    member = MemberTexts(TOKENIZER).member(of_dataset(0, "7 km"))
+    columns = {**member["columns"], "task": "units", "info": '{"level": 2}'}
+    offered = offered_keywords([{**member, "columns": columns}, member], has_texts=False)
+    assert offered["tasks"] == ["units", "toy/toy"]
+    assert offered["infos"] == [{"level": 2}, {}]
+    assert [state["task"] for state in offered["states"]] == offered["tasks"]
+    plain = offered_keywords([{**member, "columns": {"info": "a note"}}], has_texts=False)
+    assert plain["infos"] == ["a note"]
 
 
 @pytest.mark.slow
