@@ -75,6 +75,7 @@ class UserFunction:
     keywords: frozenset[str]  # The keywords that the signature names.
     needed: tuple[str, ...]  # The keywords without a default.
     takes_all: bool  # The signature has `**kwargs`.
+    lists: frozenset[str] = frozenset()  # The keywords that are annotated as lists.
     is_async: bool = False
     module: str = ""
     file: str = ""  # Path of a module that is loaded by its file; "": by its name.
@@ -151,6 +152,7 @@ def load_function(key: str, reference: str) -> UserFunction:
         keywords=frozenset(reply["keywords"]),
         needed=tuple(reply["needed"]),
         takes_all=reply["takes_all"],
+        lists=frozenset(reply["lists"]),
         is_async=reply["is_async"],
         module=module,
         file=file,

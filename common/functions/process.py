@@ -32,7 +32,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_origin
 
 # Top-level names of the product and its former ones.
 PRODUCT = (
@@ -385,9 +385,17 @@ def signature_of(function: Callable[..., Any]) -> dict[str, Any]:
     return {
         "keywords": [p.name for p in named],
         "needed": [p.name for p in named if p.default is p.empty],
+        "lists": [p.name for p in named if _is_list(p.annotation)],
         "takes_all": any(p.kind is kinds.VAR_KEYWORD for p in parameters),
         "is_async": is_async(function),
     }
+
+
+def _is_list(annotation: Any) -> bool:
+    """Return whether the annotation of a parameter is that of a list."""
+    if isinstance(annotation, str):  # Of a module with `from __future__ import annotations`.
+        return annotation.partition("[")[0] in ("list", "List")
+    return annotation is list or get_origin(annotation) is list
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -188,7 +188,7 @@ class DatasetEnv:
         """Return the values for functions over the group, in JSON types. Raises: EnvFailure."""
         names = ("messages", "completion", "prompts", "completions", "record")
         facts = {name: keywords[name] for name in names}
-        facts |= {"columns": columns, "num_asked": len(self._question.messages)}
+        facts |= {"columns": columns, "num_asked": keywords["num_asked"]}
         return self._packed(facts)
 
     def _facts_so_far(self, completion: str) -> dict[str, Any]:
@@ -287,6 +287,7 @@ def offered_keywords(
     keywords: dict[str, Any] = {
         "prompt": question.messages[-1]["content"],
         "messages": list(messages),
+        "num_asked": num_asked,
         "completion": completion,
         "record": record,
         "state": state,

@@ -121,9 +121,17 @@ class RewardTerm:
         return (self.timeout_s + overrun_s) * (1 + self.retries) + waits_s
 
     def offered(self, keywords: Keywords, columns: Keywords) -> dict[str, Any]:
-        """Return the keywords of a call; with TRL's signature, each is a list of one value."""
+        """Return the keywords of a call; with TRL's signature, each is a list of one value.
+
+        `prompt` and `completion` are messages for a function that annotates them as lists, such as
+        those of verifiers.
+        """
         if not self.is_batched:
-            return {**columns, **keywords}
+            num_asked = keywords["num_asked"]
+            messages = keywords["messages"]
+            parts = {"prompt": messages[:num_asked], "completion": messages[num_asked:]}
+            lists = {name: part for name, part in parts.items() if name in self.user.lists}
+            return {**columns, **keywords, **lists}
         trl_keywords = {name: keywords[name] for name in ("prompts", "completions")}
         if self.tokenizer is not None:
             text = keywords["completion"]

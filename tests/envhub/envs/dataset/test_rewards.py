@@ -129,6 +129,19 @@ def test_other_error_with_an_example_is_no_refusal(tmp_path: Path) -> None:
     assert check(make(tmp_path, reward=f"{file}:narrow")) == []
 
 
+@pytest.mark.parametrize("future", ["", "from __future__ import annotations\n"])
+def test_list_of_verifiers_form_has_the_messages(tmp_path: Path, future: str) -> None:
+    file = tmp_path / "form.py"
+    file.write_text(
+        f"{future}def form(prompt: list, completion: list[dict[str, str]], **kwargs):\n"
+        "    asked = [each['role'] for each in prompt]\n"
+        "    answered = [each['content'] for each in completion]\n"
+        "    return float((asked, answered) == (['user'], ['7']))\n",
+        encoding="utf-8",
+    )
+    assert played(make(tmp_path, reward=f"{file}:form"), "7").reward == 1.0
+
+
 def test_rating_that_does_not_apply_leaves_the_others_to_decide(tmp_path: Path) -> None:
     file = f"{tmp_path}/user.py"
     rating = {"function": f"{file}:rating_of_others", "min": 1, "max": 5}
