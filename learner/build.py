@@ -22,6 +22,7 @@ from common.host.cgroups import num_cores
 from common.repository import code_name
 from common.segments import RoutingShape
 from common.store.run_dir import RunDir, remove_partial_files
+from common.user_code import load_function
 from common.wire.access.lease_mac import lease_key
 from common.wire.addresses import bracketed
 from common.wire.messages import Hello, Progress, Trajectory
@@ -51,7 +52,7 @@ from learner.recovery.resume import (
 from learner.recovery.reward_log import RewardLog, read_group_rewards
 from learner.recovery.step_log import LoggedStep, PartLog, StepLog
 from learner.teacher.scorer import TeacherScorer, start_teacher
-from learner.trackers import open_trackers
+from learner.trackers import open_trackers, user_trackers
 from learner.training.build import load_start, make_trainer
 from learner.training.checkpoint import Checkpoints, newest_checkpoint
 from learner.training.rank_workers import RankWorkers
@@ -271,6 +272,8 @@ def _stop_check(is_stopping: Callable[[], bool]) -> Callable[[], None]:
 
 def _metrics(cfg: RunConfig, run_dir: RunDir, *, version: int) -> MetricsWriter:
     """Return the writer of metrics.jsonl and the trackers, behind the line of step `version`."""
+    for user in user_trackers(cfg.log):
+        logger.info("%s", user.note)
     last = last_logged(run_dir, version)
     sinks = open_trackers(run_dir, cfg, resumed_at_step=last)
     return MetricsWriter(run_dir, sinks, resumed_at_step=last)
@@ -289,6 +292,8 @@ def _rewarder(cfg: RunConfig, log: RewardLog | None, tokenizer: Any) -> GroupRew
 
 def _group_assembly(cfg: RunConfig) -> GroupAssembly:
     """Return an empty group assembly."""
+    if cfg.groups.filter:
+        logger.info("%s", load_function("groups.filter", cfg.groups.filter).note)
     return GroupAssembly(
         cfg.groups,
         cfg.algorithm,

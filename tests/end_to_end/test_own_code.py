@@ -114,6 +114,12 @@ def test_objective_names_each_function(own: Path, overrides: list[str]) -> None:
         assert re.search(rf"# .*{re.escape(f'{key}={own}:{name}')}: .*\(sha256 ", done.stdout), key
 
 
+def test_log_of_each_role_names_its_functions(finished: Run, own: Path) -> None:
+    logs = "".join(path.read_text(encoding="utf-8") for path in finished.root.glob("logs/*.log"))
+    for key, name in {**KEYS, "log.to": "Lines"}.items():
+        assert re.search(rf"{re.escape(f'{key}={own}:{name}')}: .*\(sha256 ", logs), key
+
+
 def test_functions_choose_horizons_items_and_groups(finished: Run) -> None:
     episodes = longstride.Run(finished.root).episodes(kind="train")
     assert {episode.horizon for episode in episodes} == {2, 3, 4}
