@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from playwright.async_api import BrowserContext, Dialog, Page
+from playwright.async_api import BrowserContext, Dialog, Page, Request
 from playwright.async_api import Error as BrowserError
 from playwright.async_api import TimeoutError as BrowserTimeout
 
@@ -28,6 +28,11 @@ GRACE_S = 10.0
 SERVER_ERROR = 500  # From this status on, the site has failed; a missing page is an answer.
 NEW_TAB_TIMEOUT_S = 2.0
 FAR_CORNER = (VIEWPORT[0] - 1, VIEWPORT[1] - 1)
+# Beginnings of the browser's reasons why a page did not load: its site is away.
+NO_ANSWER = tuple(
+    f"net::ERR_{name}"
+    for name in ("CONNECTION", "EMPTY_RESPONSE", "TIMED_OUT", "ADDRESS", "NAME", "NETWORK")
+)
 # Parts of browser errors about a page that was navigated away or closed while it was read.
 GONE_WORDS = ("Execution context was destroyed", "navigat", "Cannot find context", "detached")
 
@@ -55,7 +60,8 @@ class WebSession:
     """The tabs of one context. Calls must not overlap.
 
     Args:
-        may_go: returns whether `goto` may open an address.
+        may_go: returns whether `goto` may open an address. If the site of such an address does not
+            respond, the session fails; an agent's way out of the sites is an answer.
     """
 
     def __init__(
@@ -75,7 +81,9 @@ class WebSession:
         self._has_new_tab = asyncio.Event()
         self.dialogs: list[str] = []
         self._is_aside = False
+        self._site_failure = ""
         context.on("page", self._add_tab)
+        context.on("requestfailed", self._record_failure)
         context.on("dialog", self._accept)
 
     @property
@@ -100,6 +108,13 @@ class WebSession:
             self.tabs.remove(page)
         if self._current is page and self.tabs:
             self._current = self.tabs[-1]
+
+    def _record_failure(self, request: Request) -> None:
+        """Record a page of the sites that did not load because its site does not respond."""
+        reason = request.failure or ""
+        is_page = request.is_navigation_request() and self._may_go(request.url)
+        if is_page and reason.startswith(NO_ANSWER):
+            self._site_failure = f"{request.url} does not respond: {reason}"
 
     async def _accept(self, dialog: Dialog) -> None:
         """Accept a dialog, and keep its text."""
@@ -184,7 +199,7 @@ class WebSession:
             advance_ms: advance of the page's virtual clock; None: the session's `advance_ms`.
             has_places: include the position of every node.
 
-        Raises: EnvFailure: the page cannot be read.
+        Raises: EnvFailure: the page cannot be read, or its site does not respond.
         """
         options = {
             "maxMs": self._settings.max_settle_ms,
@@ -203,6 +218,8 @@ class WebSession:
                     raise EnvFailure(f"the page cannot be read: {first_line(error)}") from error
                 await self._loaded(page)
                 continue
+            if self._site_failure:
+                raise EnvFailure(self._site_failure)
             message = json.loads(text)
             if message["opened"]:
                 await self._opened()

@@ -173,17 +173,24 @@ def compact_lines(
 ) -> list[str]:
     """Return short lines: ids only for interactive nodes, and a table row on one line.
 
+    Example: a heading and the link inside it have one name, so the link's line is enough. The same
+    holds for a link and the picture inside it.
+
     Args:
         ids: True gives every node its id, including plain text.
     """
     lines: list[str] = []
     last = None
     last_row = -1
+    covered = -1  # Id of a node whose name and place are those of the target around it.
     for node, following in zip_longest(nodes, nodes[1:]):
-        if node.role == "row":
+        if node.role == "row" or node.id == covered:
             continue
         if following is not None and following.parent == node.id and following.name == node.name:
-            continue
+            is_target = node.role in INTERACTIVE and following.role not in INTERACTIVE
+            if ids or not is_target:
+                continue
+            covered = following.id
         words = _compact(node, ids)
         row = _row_of(node, all_nodes)
         if row >= 0 and row == last_row:

@@ -13,7 +13,7 @@ from envhub.web.actions import InvalidAction, WebActionType, parse
 from envhub.web.browser import check_browser, find_browser, host_rules
 from envhub.web.session import SnapshotSettings, WebSession
 from envhub.web.tree import Snapshot
-from tests.envhub.web.web_rig import Rig, find, in_browser, on_session
+from tests.envhub.web.web_rig import Rig, find, in_browser, needs_browser, on_session
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +102,27 @@ async def test_goto_opens_the_configured_sites_only(session: WebSession) -> None
     page = await act(session, "goto [http://site.test/]")
     page = await act(session, f"click [{find(page, 'link', 'Elsewhere').id}]")
     assert page.url.startswith("chrome-error://")
+
+
+@needs_browser
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["click", "goto"])
+def test_site_that_ends_fails_the_session(way: str) -> None:
+    rig = Rig()
+
+    async def leave() -> None:
+        session = await rig.session()
+        link = find(await session.snapshot(), "link", "Other")
+        await rig.site.stop()
+        action = f"click [{link.id}]" if way == "click" else "goto [http://site.test/other]"
+        with pytest.raises(EnvFailure, match=r"site\.test/other does not respond"):
+            await act(session, action)
+        await session.close()
+
+    try:
+        rig.run(leave())
+    finally:
+        rig.stop()
 
 
 @on_session

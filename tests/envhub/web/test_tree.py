@@ -68,6 +68,15 @@ def test_compact_lines_drop_headings_repeated_by_their_links():
     assert compact_lines(shown, nodes, ids=False) == ["[1] link 'Mug'"]
 
 
+def test_compact_lines_keep_the_target_around_a_node_of_its_name():
+    for role in ("heading", "img"):
+        nodes = nodes_of(
+            row(-1, 0, "link", "Mug"), row(0, 1, role, "Mug"), row(-1, 0, "button", "Buy")
+        )
+        shown = shown_nodes(nodes, only_in_view=False)
+        assert compact_lines(shown, nodes, ids=False) == ["[0] link 'Mug'", "[2] button 'Buy'"]
+
+
 def test_cut_counts_the_lines_it_leaves_out():
     lines = ["one two", "three", "four", "five"]
     assert cut(lines, 3) == "one two\nthree\n... (2 more lines are not shown)"
