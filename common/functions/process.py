@@ -31,8 +31,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import ModuleType
-from typing import Any, get_origin
+from types import ModuleType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 # Top-level names of the product and its former ones.
 PRODUCT = (
@@ -392,9 +392,11 @@ def signature_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _is_list(annotation: Any) -> bool:
-    """Return whether the annotation of a parameter is that of a list."""
+    """Return whether the annotation of a parameter is that of a list, or a union with one."""
     if isinstance(annotation, str):  # Of a module with `from __future__ import annotations`.
         return annotation.partition("[")[0] in ("list", "List")
+    if isinstance(annotation, UnionType) or get_origin(annotation) is Union:
+        return any(map(_is_list, get_args(annotation)))
     return annotation is list or get_origin(annotation) is list
 
 

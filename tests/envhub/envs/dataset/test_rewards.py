@@ -129,11 +129,20 @@ def test_other_error_with_an_example_is_no_refusal(tmp_path: Path) -> None:
     assert check(make(tmp_path, reward=f"{file}:narrow")) == []
 
 
-@pytest.mark.parametrize("future", ["", "from __future__ import annotations\n"])
-def test_list_of_verifiers_form_has_the_messages(tmp_path: Path, future: str) -> None:
+@pytest.mark.parametrize(
+    ("before", "kind"),
+    [
+        ("", "list[dict[str, str]]"),
+        ("from __future__ import annotations", "list[dict[str, str]]"),
+        ("from typing import Union", "Union[str, list[dict[str, str]]]"),
+        ("", "str | list"),
+    ],
+)
+def test_list_of_verifiers_form_has_the_messages(tmp_path: Path, before: str, kind: str) -> None:
     file = tmp_path / "form.py"
     file.write_text(
-        f"{future}def form(prompt: list, completion: list[dict[str, str]], **kwargs):\n"
+        f"{before}\n"
+        f"def form(prompt: list, completion: {kind}, **kwargs):\n"
         "    asked = [each['role'] for each in prompt]\n"
         "    answered = [each['content'] for each in completion]\n"
         "    return float((asked, answered) == (['user'], ['7']))\n",
