@@ -138,15 +138,18 @@ class WebSession:
             try:
                 # Move the mouse away, so that nothing on the next page has the hover state.
                 await self._guard(page.mouse.move(*FAR_CORNER))
-                await self._visit(page, url)
             except BrowserError as error:
                 raise EnvFailure(f"{url} cannot be opened: {first_line(error)}") from error
+            await self._visit(page, url)
         self._current = self.tabs[-len(urls)]
 
     async def _visit(self, page: Page, url: str) -> None:
-        """Load an address in a tab. Raises: EnvFailure: the site reports an error of its own."""
+        """Load an address in a tab. Raises: EnvFailure: it does not respond, or with an error."""
         going = page.goto(url, wait_until="load", timeout=self._timeout_s * 2000)
-        response = await self._guard(going)
+        try:
+            response = await self._guard(going)
+        except BrowserError as error:
+            raise EnvFailure(f"{url} cannot be opened: {first_line(error)}") from error
         if response is not None and response.status >= SERVER_ERROR:
             raise EnvFailure(f"{url} cannot be opened: status {response.status}")
 

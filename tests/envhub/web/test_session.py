@@ -117,6 +117,9 @@ def test_site_that_ends_fails_the_session(way: str) -> None:
         action = f"click [{link.id}]" if way == "click" else "goto [http://site.test/other]"
         with pytest.raises(EnvFailure, match=r"site\.test/other does not respond"):
             await act(session, action)
+        with pytest.raises(EnvFailure, match="cannot be opened"):
+            async with session.aside("http://site.test/other"):
+                pytest.fail("the page of a check is open")
         await session.close()
 
     try:
