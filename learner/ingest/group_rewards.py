@@ -285,7 +285,7 @@ def _example_member(number: int, num_members: int) -> dict[str, Any]:
     answer = {"role": "assistant", "content": text}
     return {
         "member": number,
-        "episode_id": f"g0000000/{number}",
+        "episode_id": f"example/{number}",
         "env": "example",
         "item_id": "all-train-0",
         "prompt": asked["content"],

@@ -253,7 +253,9 @@ def test_missing_package_of_a_call_is_named_before_the_start(functions: Path) ->
 
 
 def test_example_of_a_member_has_the_facts_of_an_episode() -> None:
-    assert _example_member(0, 3).keys() == MemberTexts(TOKENIZER).member(answered(0)).keys()
+    example = _example_member(0, 3)
+    assert example.keys() == MemberTexts(TOKENIZER).member(answered(0)).keys()
+    assert example["episode_id"] == "example/0"  # No episode of a run has this name.
 
 
 @pytest.mark.slow
