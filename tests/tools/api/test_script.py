@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -175,6 +176,8 @@ def test_interrupted_script_ends_all_roles(number: signal.Signals, tmp_path: Pat
         stdout=subprocess.PIPE,
         encoding="utf-8",
         start_new_session=True,
+        # A shell's background ignores SIGINT.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     with process, process.stdout:
