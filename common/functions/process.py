@@ -12,6 +12,7 @@ descriptor is its first argument.
 
 import asyncio
 import base64
+import contextlib
 import ctypes
 import dataclasses
 import datetime
@@ -374,7 +375,7 @@ def _load_file(file: str) -> ModuleType:
 def signature_of(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the keywords of a function. Raises: FunctionRefused: it takes none by name."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = _parameters(function)
     except (TypeError, ValueError) as error:
         raise FunctionRefused(f"the function has no readable signature: {error}") from error
     kinds = inspect.Parameter
@@ -391,9 +392,23 @@ def signature_of(function: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters of a function.
+
+    `from __future__ import annotations` turns annotations into texts. They are evaluated, except if
+    a name is imported for type checkers only.
+
+    Raises: TypeError, ValueError: the function has no readable signature.
+    """
+    signature = inspect.signature(function)
+    with contextlib.suppress(NameError, AttributeError, SyntaxError, TypeError):
+        signature = inspect.signature(function, eval_str=True)
+    return [*signature.parameters.values()]
+
+
 def _is_list(annotation: Any) -> bool:
     """Return whether the annotation of a parameter is that of a list, or a union with one."""
-    if isinstance(annotation, str):  # Of a module with `from __future__ import annotations`.
+    if isinstance(annotation, str):  # It could not be evaluated: see `_parameters`.
         return annotation.partition("[")[0] in ("list", "List")
     if isinstance(annotation, UnionType) or get_origin(annotation) is Union:
         return any(map(_is_list, get_args(annotation)))

@@ -50,7 +50,8 @@ MIN_TOKENS = 96
 MAX_TOKENS = 384
 
 
-_SETTLED_KINDS: dict[str, Any] = {
+# Setting of the learner whose `auto` a run's first start decides -> its enumeration.
+_ENUM_OF_SETTING: dict[str, Any] = {
     "precision": Precision,
     "rounding": Rounding,
     "layout": Layout,
@@ -116,7 +117,7 @@ def choose_compute(
     """
     if learner.sequence_ranks > 1:  # Several ranks can divide packed rows only.
         learner = replace(learner, layout=Layout.PACKED)
-    is_open = {name: getattr(learner, name).value == "auto" for name in _SETTLED_KINDS}
+    is_open = {name: getattr(learner, name).value == "auto" for name in _ENUM_OF_SETTING}
     is_open["num_threads"] = learner.num_threads == 0
     if file.exists():
         section = _kept(learner, file, is_open)
@@ -185,13 +186,13 @@ def _kept(learner: LearnerSection, file: Path, is_open: Mapping[str, bool]) -> L
 
 def settled(learner: LearnerSection) -> dict[str, Any]:
     """Return the settled values for JSON, for other ranks and later starts."""
-    plain = {name: getattr(learner, name).value for name in _SETTLED_KINDS}
+    plain = {name: getattr(learner, name).value for name in _ENUM_OF_SETTING}
     return plain | {"num_threads": learner.num_threads}
 
 
 def with_settled(learner: LearnerSection, plain: Mapping[str, Any]) -> LearnerSection:
     """Return the section with the values that another rank has settled."""
-    chosen = {name: kind(plain[name]) for name, kind in _SETTLED_KINDS.items()}
+    chosen = {name: kind(plain[name]) for name, kind in _ENUM_OF_SETTING.items()}
     return replace(learner, **chosen, num_threads=int(plain["num_threads"]))
 
 

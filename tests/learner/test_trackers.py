@@ -245,7 +245,8 @@ def test_mlflow_continues_in_a_new_run_if_its_run_is_missing(
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     path = tmp_path / "runs" / "a" / "mlflow_id"
     path.parent.mkdir(parents=True)
-    path.write_text("0" * 32, encoding="utf-8")  # As in a copy of a run, without mlflow.db.
+    # A copied run has the id, and its machine has no mlflow.db with this run.
+    path.write_text("0" * 32, encoding="utf-8")
     write(tmp_path, config("mlflow"), 1)
     assert "mlflow has no run 00000000000000000000000000000000; a new one begins" in caplog.text
     with sqlite3.connect(tmp_path / "runs" / "mlflow.db") as store:

@@ -97,13 +97,14 @@ def test_rounds_wait_for_no_episode_that_waits_for_a_busy_agent() -> None:
 
     async def law(hubs: Hubs) -> None:
         engine: Any = TogetherEngine()
+        to: Any = box
         episodes = EpisodePool(
             cfg,
             actor="a",
             engine=engine,
             renderer=RENDERER,
             environments=hubs,
-            delivery=box,  # type: ignore[arg-type]
+            delivery=to,
             rounds=Rounds(engine, max_tokens=12, exclusive=asyncio.Lock()),
             agents=Agents(cfg, actor="a", renderer=RENDERER),
         )

@@ -12,7 +12,7 @@ from tools.author.checks import Finding, Grade
 from tools.author.episodes import Driver, spec_of
 
 EXAMPLE = ROOT / "docs" / "examples" / "sort.py"
-TOLD = "is_success=done,  # Success does not depend on the reward."
+OWN_SUCCESS = "is_success=done,  # Success does not depend on the reward."
 PAID = "reward=float(done),"
 
 
@@ -64,7 +64,7 @@ def test_example_passes_and_reports_reward_and_success_rules():
         ),
         ([(PAID, "reward=1.5 * done,")], "reward: four-train-0: 1.5 is not in [0, 1]"),
         (
-            [(PAID, "reward=0.9 * done,"), (TOLD, "")],
+            [(PAID, "reward=0.9 * done,"), (OWN_SUCCESS, "")],
             "the highest here is 0.9, so no episode counts",
         ),
         ([("word = action_text(action)", "word = str(int(action))")], "raises an error: "),
@@ -169,7 +169,7 @@ def test_reward_of_another_type_names_environment_and_value(
 
 
 def test_reward_of_another_type_is_named_without_is_success(tmp_path: Path) -> None:
-    path = changed(tmp_path, (PAID, "reward='high',"), (TOLD, ""))
+    path = changed(tmp_path, (PAID, "reward='high',"), (OWN_SUCCESS, ""))
     (failed,) = said(found(path), Grade.FAIL)
     assert "sort: TypeError: reward='high' is not a number" in failed
 

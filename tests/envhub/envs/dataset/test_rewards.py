@@ -136,6 +136,7 @@ def test_other_error_with_an_example_is_no_refusal(tmp_path: Path) -> None:
         ("from __future__ import annotations", "list[dict[str, str]]"),
         ("from typing import Union", "Union[str, list[dict[str, str]]]"),
         ("", "str | list"),
+        ("from __future__ import annotations", "str | list"),
     ],
 )
 def test_list_of_verifiers_form_has_the_messages(tmp_path: Path, before: str, kind: str) -> None:
