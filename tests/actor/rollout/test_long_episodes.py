@@ -155,8 +155,8 @@ def test_late_turn_takes_no_more_work_than_an_early_one(
     words = Words()
     walker = Walker(words)
     asyncio.run(play(url, walker, words, [lease_of(0)], tmp_path, context))
-    per_hundred = np.diff(walker.worked_s[::100])  # [9] seconds
-    assert per_hundred[-3:].min() <= MAX_GROWTH * per_hundred[:3].min()
+    per_twenty = np.diff(walker.worked_s[::20])  # [49] seconds; least of 15, since others compute.
+    assert per_twenty[-15:].min() <= MAX_GROWTH * per_twenty[:15].min()
 
 
 @pytest.mark.slow
