@@ -24,7 +24,8 @@ STOP_TIMEOUT_S = 3.0
 class LocalSite:
     """Serves an application at `address`, `127.0.0.1:<port>` or `[::1]:<port>`, until `stop`."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, *, start_timeout_s: float = START_TIMEOUT_S) -> None:
+        """Bind a free port. `start_timeout_s` limits the start of the application."""
         # asyncio sets TCP_NODELAY only if the protocol is given. Without it, small answers are
         # delayed.
         host = loopback()
@@ -39,21 +40,35 @@ class LocalSite:
             timeout_graceful_shutdown=1,
         )
         self._server = EmbeddedServer(config)
+        self._start_timeout_s = start_timeout_s
         self._task: asyncio.Task[None] | None = None
         self.address = f"{bracketed(host)}:{self._socket.getsockname()[1]}"
 
     async def start(self) -> None:
         """Start the server and return once it accepts requests.
 
-        Raises: EnvFailure: the application did not start.
+        Raises: EnvFailure: the application failed, or did not start in time.
         """
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
-        async with asyncio.timeout(START_TIMEOUT_S):
-            while not self._server.started:
-                if self._task.done():
-                    raise EnvFailure(f"the local site did not start: {self._task.exception()}")
-                await asyncio.sleep(0.005)
+        self._task = asyncio.create_task(self._serve())
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                while not self._server.started and not self._task.done():
+                    await asyncio.sleep(0.005)
+        except TimeoutError as error:
+            await self._end()
+            text = f"the local site did not start within {self._start_timeout_s:g} s"
+            raise EnvFailure(text) from error
+        if self._task.done():
+            self._socket.close()
+            await self._task
         logger.info("local site started address=%s", self.address)
+
+    async def _serve(self) -> None:
+        """Run the server until it stops. Raises: EnvFailure: the application did not start."""
+        try:
+            await self._server.serve(sockets=[self._socket])
+        except SystemExit as error:  # uvicorn exits, which would end the whole process.
+            raise EnvFailure("the application of the local site failed at its start") from error
 
     async def stop(self) -> None:
         """Stop the server; open connections are closed after a second."""
@@ -61,6 +76,11 @@ class LocalSite:
             return
         self._server.should_exit = True
         await asyncio.wait([self._task], timeout=STOP_TIMEOUT_S)
+        await self._end()
+
+    async def _end(self) -> None:
+        """Cancel the server and release its port."""
+        assert self._task is not None
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._socket.close()
