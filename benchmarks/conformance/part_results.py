@@ -1,6 +1,7 @@
 """Results of the conformance suite: one finding for each part of a family, kept as JSON lines."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -10,13 +11,20 @@ from huggingface_hub.errors import StrictDataclassError
 
 from actor.engine.process_watch import NO_KERNEL
 from benchmarks.suite import MACHINE_ERRORS
+from common.errors import PASSING, LongstrideError
 
 # Errors of networks and libraries; errors of the machine, such as a full disk, are among them.
 NETWORK_ERRORS = (*MACHINE_ERRORS, TypeError, AttributeError, StrictDataclassError)
+# Errors whose cause may have passed at the next run: time limits, memory, disk.
+OF_MACHINE = re.compile(rf"{PASSING.pattern}| within [\d.]+ s\b", re.IGNORECASE)
 TOLERANCE = 1e-4  # Largest difference of two fp32 log-probabilities, in nats.
 # Largest mean difference of bf16 and fp32 log-probabilities, in nats. Other weights differ by more
 # than one nat on average.
 BF16_TOLERANCE = 0.1
+
+
+class Unmeasured(LongstrideError):
+    """The machine prevented a measurement, such as a time limit. A later run repeats it."""
 
 
 class Verdict(StrEnum):
@@ -120,8 +128,13 @@ def rounded(gap: float) -> PartResult:
 
 
 def engine_failure(message: str) -> PartResult:
-    """Return the finding of an engine that does not start, by its message."""
+    """Return the finding of an engine that does not start, by its message.
+
+    Raises: Unmeasured: the machine is the cause, such as its memory.
+    """
     verdict = Verdict.NO_KERNEL if NO_KERNEL.search(message) else Verdict.REJECTED
+    if verdict is Verdict.REJECTED and OF_MACHINE.search(message):
+        raise Unmeasured(message)
     return PartResult(verdict=verdict, message=message)
 
 

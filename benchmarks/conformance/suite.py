@@ -2,7 +2,8 @@
 
 It examines a small network of each family, and one with the options of each published model. Each
 has a process of its own, forked from this one after the imports. Results are appended to
-`results.json` and `published.json` as they come. A later call continues with what has none.
+`results.json` and `published.json` as they come. A later call continues with what has none, such as
+a family that exceeded its time limit.
 """
 
 import logging
@@ -13,6 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -22,8 +24,10 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.conformance.part_results import (
     LAYOUTS,
     NETWORK_ERRORS,
+    OF_MACHINE,
     FamilyResult,
     PartResult,
+    Unmeasured,
     Verdict,
     append,
     read,
@@ -62,13 +66,14 @@ def run_suite(
     results: Path = RESULTS,
     published: Path = PUBLISHED,
     method: str = "fork",
+    limit_s: float = LIMIT_S,
 ) -> None:
     """Examine the families and models without a result, or those of `only` in any case.
 
     Args:
         results: file of the families.
         published: file of the published models.
-        method: as in `examine_apart`.
+        method, limit_s: as in `examine_apart`.
     """
     # The imports of all parts come before the first fork.
     from benchmarks.conformance import engine_side, learner_side  # noqa: F401
@@ -88,7 +93,11 @@ def run_suite(
     for path, those in names.items():
         for name in those:
             if name in only if only else name not in done[path]:
-                examined = examine_apart(name, method=method)
+                try:
+                    examined = examine_apart(name, limit_s=limit_s, method=method)
+                except Unmeasured as error:  # An earlier result remains.
+                    suite.note(name, f"not run: {error}")
+                    continue
                 result = replace(examined, commit=commit, libraries=libraries)
                 append(path, result)
                 report(suite, result)
@@ -129,7 +138,11 @@ def run_layouts(
         raise ConfigError(f"--only={','.join(strangers)}: one of {', '.join(choices)}")
     for path, those in done.items():
         for name in [each for each in those if not only or each in only]:
-            examined = examine_apart(name, method=method, parts=LAYOUTS)
+            try:
+                examined = examine_apart(name, method=method, parts=LAYOUTS)
+            except Unmeasured as error:
+                suite.fail(name, str(error))
+                continue
             measured = {part: each for part, each in examined.parts.items() if part in LAYOUTS}
             if not measured:
                 suite.fail(name, examined.parts["full"].message)
@@ -183,26 +196,38 @@ def examine_apart(
     Args:
         parts: the parts to examine, without an engine; empty: all.
         method: start of processes; "fork" needs a process that has run no operation of torch.
+
+    Raises: Unmeasured: the process has no result in time, ended, or failed by a limit of the
+        machine.
     """
     context: Any = multiprocessing.get_context(method)
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_examine, args=(family, theirs, method, parts))
     process.start()
     theirs.close()
-    started = time.monotonic()
     try:
-        if ours.poll(limit_s):
-            return ours.recv()
-        why = f"no result within {limit_s:g} s"
-    except EOFError:
+        if not ours.poll(limit_s):
+            raise Unmeasured(f"no result within {limit_s:g} s")
+        result = ours.recv()
+    except EOFError as error:
         process.join(KILLED_S)
-        why = f"the process ended with exit code {process.exitcode}"
+        raise Unmeasured(f"the process ended with exit code {process.exitcode}") from error
+    else:
+        process.join(KILLED_S)
     finally:
+        _end(process)
+    if isinstance(result, Unmeasured):
+        raise result
+    return result
+
+
+def _end(process: Any) -> None:
+    """Kill a process and those that it started, if it has not ended."""
+    if process.is_alive():
+        with suppress(ProcessLookupError):  # The process leads no group before its first line.
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
         process.join(KILLED_S)
-        if process.is_alive():
-            os.killpg(process.pid or 0, signal.SIGKILL)
-            process.join(KILLED_S)
-    return _failed(family, why, time.monotonic() - started)
 
 
 def _failed(family: str, why: str, seconds: float) -> FamilyResult:
@@ -233,7 +258,9 @@ def _examine(family: str, pipe: Connection, method: str, parts: Sequence[str]) -
     except NETWORK_ERRORS as error:
         traceback.print_exc()
         words = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-        result = _failed(family, words, time.monotonic() - started)
+        is_passing = isinstance(error, Unmeasured) or OF_MACHINE.search(words)
+        failed = _failed(family, words, time.monotonic() - started)
+        result = Unmeasured(words) if is_passing else failed
     pipe.send(result)
     pipe.close()
 

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,6 +32,7 @@ from benchmarks.conformance.part_results import (
     TOLERANCE,
     FamilyResult,
     PartResult,
+    Unmeasured,
     Verdict,
     append,
     compared,
@@ -309,6 +311,33 @@ def test_unexamined_part_is_counted_in_the_last_line() -> None:
     lines = suite.out.getvalue().splitlines()
     assert lines[-1] == "measured, nothing was promised; 1 not measured"
     assert lines[-2] == f"note  g: not run: full. {message}"
+
+
+@pytest.mark.slow
+def test_family_beyond_its_time_limit_is_examined_by_the_next_run(tmp_path: Path) -> None:
+    suite = Suite(out=io.StringIO())
+    results, published = (tmp_path / name for name in ("results.json", "published.json"))
+    earlier = replace(result_of(full=Verdict.RIGHT), family="llama")
+    append(results, earlier)
+    files = {"results": results, "published": published}
+    run_suite(suite, only=["qwen3", "llama"], method="spawn", limit_s=0.0, **files)
+    assert [note["name"] for note in suite.notes] == ["llama", "qwen3"]
+    assert {note["text"] for note in suite.notes} == {"not run: no result within 0 s"}
+    assert suite.num_not_measured == 2
+    assert read(results) == {"llama": earlier}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "TimeoutError: ",
+        "no first token within 240 s",
+        "OSError: [Errno 28] No space left on device",
+    ],
+)
+def test_limit_of_the_machine_is_no_rejected_config(message: str) -> None:
+    with pytest.raises(Unmeasured, match=re.escape(message)):
+        engine_failure(message)
 
 
 def test_newest_result_of_a_family_counts(tmp_path: Path) -> None:
