@@ -45,7 +45,7 @@ def test_acknowledged_episode_is_removed_from_the_window(tmp_path: Path) -> None
         (received,) = await learner.receive(1)
         assert received.message.token_ids.tolist() == [1, 2]
         acknowledge(learner, received)
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60.0):
             await delivery.drained()
         assert delivery.pending_ids == []
 
@@ -62,7 +62,7 @@ def test_full_window_blocks_until_an_acknowledgement(tmp_path: Path) -> None:
         assert delivery.waiting_for == "learner: acknowledgements of 2 episodes"
         assert delivery.pending_ids == ["g0/0", "g0/1"]
         acknowledge(learner, first)
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60.0):
             await third
         assert ids(await learner.receive(1)) == ["g0/2"]
         assert delivery.pending_ids == ["g0/1", "g0/2"]
@@ -78,7 +78,7 @@ def test_one_message_acknowledges_several_episodes(tmp_path: Path) -> None:
         others = ["g0/2", "g0/9"]  # one that it has not, as after a restart
         answer = Ack(episode_id="g0/0", is_accepted=True, reason="", others=others)
         learner.answer(received[0], answer)
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60.0):
             while len(delivery.pending_ids) > 1:
                 await asyncio.sleep(0.01)
             await delivery.put(episode(3))
@@ -122,7 +122,7 @@ def test_duplicate_delivery_occupies_one_slot(tmp_path: Path) -> None:
         await delivery.put(episode(0))
         await delivery.put(episode(0))
         acknowledge(learner, (await learner.receive(1))[0])
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60.0):
             await delivery.drained()
             await delivery.put(episode(1))
             await delivery.put(episode(2))
@@ -142,7 +142,7 @@ def test_unacknowledged_episodes_follow_a_moved_learner(tmp_path: Path) -> None:
         (again,) = await learner.receive(1)
         assert again.message.episode_id == "g0/1"
         acknowledge(learner, again)
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60.0):
             await delivery.drained()
 
     check(tmp_path, law)
@@ -156,7 +156,7 @@ def test_refusal_is_logged_and_frees_its_slot(
         (received,) = await learner.receive(1)
         refusal = Ack(episode_id="g0/0", is_accepted=False, reason="no finite logprob")
         learner.answer(received, refusal)
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60.0):
             await delivery.drained()
             await delivery.put(episode(1))
 
@@ -178,7 +178,7 @@ def test_unexpected_answer_ends_the_delivery_loop(tmp_path: Path, answer: Any) -
     async def law(learner: Peer, delivery: Delivery, loop: asyncio.Task[None]) -> None:
         await delivery.put(episode(0))
         learner.answer((await learner.receive(1))[0], answer)
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60.0):
             with pytest.raises(LongstrideError, match=r"schema version 2|unexpected .* Hello"):
                 await loop
         assert delivery.pending_ids == ["g0/0"]
@@ -200,7 +200,7 @@ def test_acknowledged_episode_is_reported_once(tmp_path: Path) -> None:
         assert acknowledged == []
         acknowledge(learner, received)
         acknowledge(learner, received)
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60.0):
             await delivery.drained()
         assert acknowledged == ["g0/0"]
 

@@ -63,7 +63,7 @@ def test_oversized_episode_fails_and_frees_its_slot(tmp_path: Path) -> None:
         assert (failed.reward, failed.is_success, failed.num_turns) == (0.0, False, 0)
         answer = Ack(episode_id="g0/0", is_accepted=True, reason="")
         learner.answer(received, answer)
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60.0):
             await delivery.put(episode(4, member=1))
         (following,) = await learner.receive(1)
         assert following.message.episode_id == "g0/1"

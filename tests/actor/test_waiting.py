@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 
 import pytest
 
@@ -28,17 +29,19 @@ def test_long_wait_repeats_its_warning() -> None:
         watch = Watch(event)
         logger = logging.getLogger("actor.delivery")
         logger.addHandler(watch)
+        began_s = time.monotonic()
         try:
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(60.0):
                 await wait_with_warnings(
                     event, waiting_for="learner: first weights", warn_every_s=0.01
                 )
         finally:
             logger.removeHandler(watch)
+        took_s = time.monotonic() - began_s
         start = "still waiting for='learner: first weights' waited_s="
         assert [message.startswith(start) for message in watch.messages] == [True, True]
         waited_s = [float(message.removeprefix(start).split()[0]) for message in watch.messages]
-        assert 0.0 <= waited_s[0] <= waited_s[1] <= 5.0
+        assert 0.0 <= waited_s[0] <= waited_s[1] <= took_s + 0.1  # Rounded.
 
     asyncio.run(law())
 

@@ -58,8 +58,9 @@ class Hub:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout=30.0)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def misbehaving_environments() -> Iterator[None]:
+    """Other tests of the same process see only the environments of the product."""
     for name in MISBEHAVING:
         registry_module.LOADERS[name] = f"tests.envhub.inside.{name}"
     yield

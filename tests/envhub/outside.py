@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 from common.host.guardian import MARKS
 from envhub.env import (
@@ -23,6 +25,8 @@ SUBSETS = {"any": SubsetSpec(num_train=10, num_test=10, max_turns=5)}
 closed: list[str] = []  # last actions of the episodes of this process that were closed
 stopped: list[str] = []
 meeting: list["FaultyEnv"] = []
+has_begun = threading.Event()
+loop_runs = threading.Event()
 
 
 class FaultyEnv:
@@ -63,6 +67,9 @@ class FaultyEnv:
             raise EnvFailure("the machine behind it is down")
         if action == "slow":
             time.sleep(0.15)
+        if action == "await the loop":
+            has_begun.set()
+            assert loop_runs.wait(8.0), "the step blocks the event loop"
         if action == "hang":
             time.sleep(60.0)
         if action == "meet":
@@ -107,6 +114,9 @@ class WaitingEnv(FaultyEnv):
             await asyncio.sleep(60.0)
         if action == "pause":
             await asyncio.sleep(0.2)
+        if action.startswith("pause after "):
+            Path(action.removeprefix("pause after ")).touch()
+            await asyncio.sleep(0.5)
         if action == "meet":
             meeting.append(self)
             while len(meeting) < 2:  # then its own step finds that both have come

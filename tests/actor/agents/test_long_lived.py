@@ -142,8 +142,9 @@ def test_agent_continues_after_an_expired_episode() -> None:
     program = """
 from urllib.error import HTTPError
 import time
+play(take())
 task = take()
-time.sleep(6.5)  # Longer than its lease; the agent gets no notice of the end.
+time.sleep(4.5)  # Longer than its lease; the agent gets no notice of the end.
 try:
     ask(task)
 except HTTPError as error:
@@ -153,8 +154,21 @@ else:
 play(take())
 """
 
-    late, done = played(program, [*leases(1, deadline_s=6.0), *leases(2)[1:]])
-    assert (late.end_reason, done.end_reason) == (EndReason.DEADLINE, EndReason.DONE)
+    first, second, third = leases(3)
+
+    async def run() -> list[Trajectory]:
+        command = (sys.executable, "-c", SERVE + program)
+        cfg = settings(*command, agent_lifetime=AgentLifetime.RUN)
+        agents = Agents(cfg, actor="actor-0", renderer=RENDERER)
+        try:
+            begun = await playing(agents, first)  # The start of the process is not in the deadline.
+            late = await playing(agents, replace(second, deadline_s=4.0))
+            return [begun, late, await playing(agents, third)]
+        finally:
+            await agents.close()
+
+    ends = [each.end_reason for each in asyncio.run(run())]
+    assert ends == [EndReason.DONE, EndReason.DEADLINE, EndReason.DONE]
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ LEASE = Lease(
     horizon=3,
     horizon_stage=1,
     opened_at_version=4,
-    deadline_s=5.0,
+    deadline_s=60.0,
 )
 
 

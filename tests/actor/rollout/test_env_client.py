@@ -89,7 +89,7 @@ class Hub:
 Law = Callable[[Hub, HubClient], Awaitable[None]]
 
 
-def check(law: Law, *, script: tuple[int | str | bytes, ...] = (), timeout_s: float = 5.0) -> Hub:
+def check(law: Law, *, script: tuple[int | str | bytes, ...] = (), timeout_s: float = 60.0) -> Hub:
     """Run a law against a served hub."""
     hub = Hub()
     hub.script = list(script)
@@ -241,8 +241,10 @@ def test_silent_hub_raises_a_timeout() -> None:
     check(law, script=("hangs",), timeout_s=0.1)
 
 
-@pytest.mark.parametrize("is_still", [True, False])
-def test_stalled_hub_is_lost_not_timed_out(is_still: bool) -> None:
+@pytest.mark.parametrize(
+    ("is_still", "timeout_s"), [(True, 0.3), pytest.param(False, 2.0, marks=pytest.mark.slow)]
+)
+def test_stalled_hub_is_lost_not_timed_out(is_still: bool, timeout_s: float) -> None:
     """The hub answers again after the step is cancelled, like a resumed process."""
 
     async def law(hub: Hub, client: HubClient) -> None:
@@ -259,7 +261,7 @@ def test_stalled_hub_is_lost_not_timed_out(is_still: bool) -> None:
         staying.cancel()
         await asyncio.gather(staying, return_exceptions=True)
 
-    check(law, timeout_s=0.3)
+    check(law, timeout_s=timeout_s)
 
 
 @pytest.mark.slow

@@ -208,9 +208,9 @@ def test_permanently_lost_hub_frees_slots_then_fails() -> None:
             del places[0]
             assert hubs.absent() == ["toy"]
             episodes = start_episodes(hubs, box, 3)
-            await asyncio.sleep(0.2)
+            while episodes.num_free_slots < episodes.num_slots:
+                await asyncio.sleep(0)
             assert len(episodes.running_ids) == 3
-            assert episodes.num_free_slots == episodes.num_slots
             while episodes.running_ids:
                 await asyncio.sleep(0.01)
             assert hubs.absent() == []  # New leases fail immediately.

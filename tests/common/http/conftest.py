@@ -52,7 +52,7 @@ def serving(*, status: int = 200) -> Iterator[Served]:
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(5.0)
+        thread.join(60.0)
 
 
 @pytest.fixture(autouse=True)

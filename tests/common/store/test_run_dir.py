@@ -16,11 +16,11 @@ def test_published_address_reaches_the_waiting_thread(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path)
     found: list[str] = []
     waiting = threading.Thread(
-        target=lambda: found.append(run_dir.wait_for_address("learner", timeout_s=5.0))
+        target=lambda: found.append(run_dir.wait_for_address("learner", timeout_s=60.0))
     )
     waiting.start()
     run_dir.publish_address("learner", "tcp://127.0.0.1:5")
-    waiting.join(timeout=5.0)
+    waiting.join(timeout=60.0)
     assert found == ["tcp://127.0.0.1:5"]
 
 

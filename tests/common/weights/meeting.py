@@ -23,7 +23,7 @@ class Meeting:
         self.server = StoreServer(HOST)
         self.group = self.server.open_group()
 
-    def store(self, *, timeout_s: float = 5.0) -> GroupStore:
+    def store(self, *, timeout_s: float = 60.0) -> GroupStore:
         """A member's side, with a connection of its own."""
         return GroupStore(StoreConnection(self.server.place), self.group, timeout_s=timeout_s)
 

@@ -22,7 +22,7 @@ HOST = "127.0.0.1"
 
 
 def join(
-    store: Any, rank: int, *, epoch: int = 1, world_size: int = 2, timeout_s: float = 5.0
+    store: Any, rank: int, *, epoch: int = 1, world_size: int = 2, timeout_s: float = 60.0
 ) -> BroadcastGroup:
     return BroadcastGroup(
         store, CollectiveMember(rank, world_size, "gloo", timeout_s, HOST), epoch=epoch
@@ -78,16 +78,17 @@ def test_missing_member_fails_all_others_in_time() -> None:
     with ThreadPoolExecutor(2) as pool:
         for entered in [pool.submit(enter, rank) for rank in range(2)]:
             with pytest.raises(WeightSyncError):
-                entered.result(timeout=5)
+                entered.result(timeout=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("silent", [0, 1])
 def test_silent_member_fails_the_other_in_time(silent: int) -> None:
     server = Meeting()
     buffer = random_bytes(32 << 20)  # more than the kernel would take in silence
 
     def enter(rank: int) -> BroadcastGroup:
-        return join(server.store(), rank, timeout_s=0.5)
+        return join(server.store(), rank, timeout_s=4.0)  # Both must join within this time.
 
     with ThreadPoolExecutor(2) as pool:
         groups = list(pool.map(enter, range(2)))

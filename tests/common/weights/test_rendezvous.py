@@ -104,8 +104,8 @@ def test_leaving_frees_an_incomplete_process_group_immediately(how: str) -> None
         began = time.monotonic()
         (store.leave if how == "left" else meeting.close)()
         with pytest.raises(WeightSyncError):
-            joining.result(timeout=5.0)
-        assert time.monotonic() - began < 1.0
+            joining.result(timeout=60.0)
+        assert time.monotonic() - began < 20.0  # Less than the deadline of the group.
     meeting.close()
 
 

@@ -39,7 +39,7 @@ def connect(keys: RunKeys, router: Router) -> Iterator[Connect]:
     def start(*, identity: str = "", own_keys: RunKeys = keys) -> zmq.Socket:
         address = f"tcp://127.0.0.1:{router.port}"
         dealers.append(
-            connect_dealer(context, own_keys, address=address, identity=identity, timeout_s=5.0)
+            connect_dealer(context, own_keys, address=address, identity=identity, timeout_s=60.0)
         )
         return dealers[-1]
 
@@ -50,10 +50,10 @@ def connect(keys: RunKeys, router: Router) -> Iterator[Connect]:
 
 
 def receive_until(router: Router, num: int) -> list[Received]:
-    """The first messages, at most 5 s for each."""
+    """The first messages, at most a minute for each."""
     received: list[Received] = []
     while len(received) < num:
-        news = router.receive_all(timeout_s=5.0)
+        news = router.receive_all(timeout_s=60.0)
         assert news, f"only {len(received)} of {num} messages came"
         received += news
     return received
@@ -150,7 +150,7 @@ def test_receiving_stops_at_its_limit(router: Router, connect: Connect) -> None:
         dealer.send_multipart(encode(Rejected(reason=str(number))))
     names: list[str] = []
     while len(names) < 3:
-        news = router.receive_all(timeout_s=5.0, limit=1)
+        news = router.receive_all(timeout_s=60.0, limit=1)
         assert len(news) == 1
         names += [received.message.reason for received in news]
     assert names == ["0", "1", "2"]
@@ -162,7 +162,7 @@ def test_router_listens_on_ipv6_addresses(keys: RunKeys) -> None:
     except ConfigError as error:
         pytest.skip(str(error))
     context = zmq.Context()
-    dealer = connect_dealer(context, keys, address=f"tcp://[::1]:{router.port}", timeout_s=5.0)
+    dealer = connect_dealer(context, keys, address=f"tcp://[::1]:{router.port}", timeout_s=60.0)
     dealer.send_multipart(encode(Rejected(reason="v6")))
     assert [r.message.reason for r in receive_until(router, 1)] == ["v6"]
     dealer.close(linger=0)

@@ -11,6 +11,7 @@ import pytest
 from common.config.envs import SciworldOptions
 from envhub.env import EnvFailure, Style
 from envhub.envs.sciworld.env import Machines, SciWorldEnv
+from tests.bounds import at_most
 from tests.envhub.envs.playing import elsewhere
 from tests.marks import long_for
 
@@ -217,7 +218,7 @@ def test_dead_jvm_fails_one_episode_and_is_replaced(machines):
         env.step("look around")
     with pytest.raises(EnvFailure, match="already been closed"):
         env.step("look around")
-    assert time.monotonic() - began_s < 1
+    assert time.monotonic() - began_s < at_most(10.0)  # Less than the limit of an answer.
     env.close()
     again = SciWorldEnv(Style.COMPACT, machines)
     assert again.reset("Find-test-8", 0) == first

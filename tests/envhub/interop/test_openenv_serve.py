@@ -199,7 +199,7 @@ def test_silent_client_loses_session_and_socket_after_the_idle_limit() -> None:
 
         async def play(line: Line) -> None:
             await line.ask("reset", seed=1)
-            told = await line.ws.receive_json(timeout=5.0)
+            told = await line.ws.receive_json(timeout=60.0)
             assert told["data"]["code"] == "SESSION_ERROR"
             assert "idle limit" in told["data"]["message"]
             assert (await line.ws.receive()).type is aiohttp.WSMsgType.CLOSE

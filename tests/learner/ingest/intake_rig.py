@@ -76,7 +76,7 @@ class Scheduler:
 
     def pump_until(self, condition: Callable[[], bool]) -> None:
         assert self._router is not None
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 60.0
         while not condition():
             assert time.monotonic() < deadline, f"heard only {self.heard}"
             for received in self._router.receive_all(timeout_s=0.05):
@@ -152,7 +152,7 @@ class GatedJournal(JournalWriter):
 
     def sync(self) -> None:
         self.is_syncing.set()
-        assert self.gate.wait(5.0)
+        assert self.gate.wait(60.0)
         super().sync()
 
 
@@ -208,7 +208,7 @@ class Setup:
         )
         self._context = zmq.Context()
         address = f"tcp://{HOST}:{self.intake.port}"
-        self._connect = partial(connect_dealer, keys=keys, address=address, timeout_s=5.0)
+        self._connect = partial(connect_dealer, keys=keys, address=address, timeout_s=60.0)
         self.actor = self._connect(self._context)
 
     @contextmanager
@@ -233,7 +233,7 @@ class Setup:
     def journaled(self) -> list[str]:
         return [t.episode_id for _, t in read_journal(self.run_dir.journal)]
 
-    def next_batch(self, version: int = 0, *, timeout_s: float = 5.0) -> tuple[Any, Any]:
+    def next_batch(self, version: int = 0, *, timeout_s: float = 60.0) -> tuple[Any, Any]:
         return self.buffer.next_batch(version, max_lag_steps=1, in_order=False, timeout_s=timeout_s)
 
     def close(self) -> None:

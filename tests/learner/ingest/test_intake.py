@@ -257,7 +257,7 @@ def test_replay_point_precedes_episode_in_intake(running: Setup) -> None:
     running.journal.is_syncing.clear()
     running.journal.gate.clear()
     running.actor.send_multipart(encode(member(0, group_id="g0000001")))
-    assert running.journal.is_syncing.wait(5.0)
+    assert running.journal.is_syncing.wait(60.0)
     assert running.journal.position > end  # It is appended but not acknowledged.
     assert running.buffer.replay_point(version=0).position == end
     running.journal.gate.set()

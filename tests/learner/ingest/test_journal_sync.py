@@ -7,7 +7,7 @@ import pytest
 from learner.ingest.intake import JournalSync, PendingCommit
 from learner.journal.journal import JournalPosition
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 60.0
 
 
 class Disk:

@@ -116,7 +116,7 @@ def test_the_end_of_the_run_is_heard(running: Setup) -> None:
     running.scheduler.pump_until(lambda: len(running.scheduler.heard) > 1)
     assert not running.buffer.wait_finished(timeout_s=0.01)
     running.scheduler.is_finished = True
-    ended = threading.Thread(target=lambda: running.buffer.wait_finished(timeout_s=5.0))
+    ended = threading.Thread(target=lambda: running.buffer.wait_finished(timeout_s=60.0))
     ended.start()
     running.scheduler.pump_until(lambda: not ended.is_alive())
     assert running.buffer.wait_finished(timeout_s=0.0)
@@ -137,7 +137,7 @@ def test_failed_learner_sends_no_goodbye(running: Setup) -> None:
     running.scheduler.rejects = True
     running.scheduler.pump_until(lambda: not running.intake.is_alive())
     running.scheduler.rejects = False
-    running.intake.join(5.0)
+    running.intake.join(60.0)
     ends = time.monotonic() + 0.2
     running.scheduler.pump_until(lambda: time.monotonic() > ends)
     assert not any(isinstance(message, Goodbye) for message in running.scheduler.heard)

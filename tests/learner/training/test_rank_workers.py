@@ -41,6 +41,7 @@ from learner.training.rank_workers import LossWatch, RankWorkers
 from learner.training.ranks import deal
 from learner.training.trainer import Trainer
 from learner.weights.source import PublishedWeights, VersionKeeper, copied
+from tests.bounds import at_most
 from tests.learner.builders import make_model, make_samples, run_config_with_policy, tensors_of
 from tests.learner.policy.test_loading import check_halves, weights_of
 
@@ -227,7 +228,7 @@ def test_ranks_write_no_checkpoint_of_infinite_weights(cfg: RunConfig, tmp_path:
 @pytest.mark.slow
 def test_hanging_or_dead_rank_is_named_and_blocks_no_rank(life: Life) -> None:
     assert "learner rank 0 of 2 lost the connection to another rank" in life.hanging
-    assert life.hung_for_s < 30.0
+    assert life.hung_for_s < at_most(30.0)
     assert "learner rank 1 ended with exit code -9" in life.dead[0]
     assert "learner rank 1 ended" in life.dead[1]
 

@@ -65,7 +65,7 @@ def test_wrong_engine_scores_raise_without_publishing(
     start_actor("nonsense", scores=[[-3.0, -4.0]] * 4)
     # A restart cannot mend it: the launcher does not start a role again after a ConfigError.
     with pytest.raises(ConfigError, match=r"engine nonsense .* differed \d times") as caught:
-        look_on(watch, recent, ["nonsense"], for_s=5.0)
+        look_on(watch, recent, ["nonsense"], for_s=60.0)
     for key in (
         "learner.max_canary_alarms=3",
         "learner.precision=fp32",

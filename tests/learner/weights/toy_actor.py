@@ -115,7 +115,7 @@ class Actor(threading.Thread):
 
     def _connect(self, context: zmq.Context) -> zmq.Socket:
         address = f"tcp://{self.learner_host}:{self._port}"
-        socket = connect_dealer(context, self._keys, address=address, timeout_s=5.0)
+        socket = connect_dealer(context, self._keys, address=address, timeout_s=60.0)
         self._join(socket)
         return socket
 
@@ -237,13 +237,13 @@ class Actor(threading.Thread):
     def wait_for(self, version: int) -> float:
         """The first weight of a version, once it is loaded."""
         with self._changed:
-            has_come = self._changed.wait_for(lambda: version in dict(self._loaded), timeout=20.0)
+            has_come = self._changed.wait_for(lambda: version in dict(self._loaded), timeout=60.0)
             assert has_come, f"{self.name} has {self._loaded}, not {version}"
             return dict(self._loaded)[version]
 
     def wait_for_refusal(self) -> str:
         """Why the learner takes no such engine."""
-        self.join(timeout=20.0)
+        self.join(timeout=60.0)
         return self._refusal
 
     def join_again(self) -> None:
@@ -257,7 +257,7 @@ class Actor(threading.Thread):
 
     def stop(self) -> None:
         self._stop_requested.set()
-        self.join(timeout=5.0)
+        self.join(timeout=60.0)
         assert not self.is_alive()
 
 

@@ -136,7 +136,16 @@ def at_launch(run_dir: RunDir, **started_s: float) -> None:
     run_dir.launch.write_text(json.dumps(state), encoding="utf-8")
 
 
-def test_status_line_lists_starting_roles_with_times(tmp_path: Path) -> None:
+def stop_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the displayed times be exact, however slow the machine is."""
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+
+
+def test_status_line_lists_starting_roles_with_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_clock(monkeypatch)
     run_dir = RunDir(root=tmp_path / "r")
     at_launch(run_dir, scheduler=2.0, actor_0=34.0)
     line = status_line(view_of(run_dir))
@@ -169,8 +178,11 @@ def test_further_learner_node_starts_until_the_learner_reports(tmp_path: Path) -
     assert view_of(run_dir).starting.keys() == {"learner", "ranks-1"}
 
 
-def test_reporting_role_is_no_longer_starting(tmp_path: Path) -> None:
+def test_reporting_role_is_no_longer_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_dir = make_run(tmp_path)  # actor-0 reported 0.3 s before the status file.
+    stop_clock(monkeypatch)
     at_launch(run_dir, scheduler=20.0, learner=20.0, actor_0=20.0, actor_1=20.0)
     assert "engine is starting (20s)" in status_line(view_of(run_dir))
     assert view_of(run_dir).starting.keys() == {"actor-1"}
@@ -189,7 +201,10 @@ def test_evaluation_shows_its_progress(tmp_path: Path) -> None:
     assert "240/600" in show(run_dir)
 
 
-def test_slow_phases_show_the_remaining_time(tmp_path: Path) -> None:
+def test_slow_phases_show_the_remaining_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_clock(monkeypatch)
     usual = StartupHistory(tmp_path / "cache" / "durations.json")
     model = ModelSection(path="configs/policies/tiny")
     for seconds in (60.0, 40.0):
@@ -230,8 +245,9 @@ def test_checkpoint_wait_shows_the_last_duration(tmp_path: Path) -> None:
     assert "disk: a checkpoint, which takes about 12s" in status_line(view_of(run_dir))
 
 
-def test_stop_shows_limit_and_skip_hint(tmp_path: Path) -> None:
+def test_stop_shows_limit_and_skip_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = make_run(tmp_path)
+    stop_clock(monkeypatch)
     state = {"began_at": time.time(), "started_at": {}, "stop_deadline": time.time() + 40.4}
     run_dir.launch.write_text(json.dumps(state), encoding="utf-8")
     told = "the learner may take 40s to save; a second Ctrl-C ends it at once"

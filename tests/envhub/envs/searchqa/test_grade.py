@@ -5,6 +5,7 @@ import time
 import pytest
 
 from envhub.envs.searchqa.env import ActionTag, TaggedAction, exact_match, f1, tagged_action
+from tests.bounds import at_most
 
 
 @pytest.mark.parametrize(
@@ -69,6 +70,6 @@ def test_first_closed_tag_decides_the_action(text: str, action: TaggedAction | N
 
 
 def test_parse_takes_linear_time_for_unclosed_tags() -> None:
-    start_s = time.monotonic()
+    start_s = time.thread_time()
     assert tagged_action("<search>" * 200_000 + "<answer>" * 200_000) is None
-    assert time.monotonic() - start_s < 0.5
+    assert time.thread_time() - start_s < at_most(0.5)
