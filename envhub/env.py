@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
@@ -116,7 +116,7 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):  # Construction takes 
         metrics: named finite numbers of the episode for the run's metrics, such as parts of its
             reward.
         facts: values in types of JSON for the rewards over a group (`groups.reward`), such as the
-            item's record. Those of the last step count.
+            item's record. Those of the last step count. JSON has no NaN and no infinity.
         seat: the seat that moves next, from 0 on; None after the end, or without seats.
         seat_rewards: the reward of each seat in [0, 1], if the environment has seats. `reward` is
             that of the seat that acted.
@@ -149,6 +149,8 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):  # Construction takes 
             for name, value in self.metrics.items():
                 if not (isinstance(value, int | float) and math.isfinite(value)):
                     raise ValueError(f"metric {name}={value!r:.80} is not a finite number")
+        if self.facts:
+            check_finite("facts", self.facts)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result as JSON for clients of the hub's own routes."""
@@ -377,6 +379,38 @@ def parse_item(item_id: str, subsets: Mapping[str, SubsetSpec]) -> ItemId:
         last = f"{item.subset}-{item.split}-{num_items - 1}"
         raise UnknownItem(f"item {item_id!r} is out of range; the last is {last!r}")
     return item
+
+
+def checked_reward(name: str, value: Any) -> float:
+    """Return a reward as a number. Raises: ValueError: it is none, or not in [0, 1]."""
+    try:
+        reward = float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}={value!r:.80} is not a number") from error
+    if not 0.0 <= reward <= 1.0:  # A NaN is not in the range.
+        raise ValueError(f"{name} {reward} is not in [0, 1]")
+    return reward
+
+
+def check_finite(name: str, value: object) -> None:
+    """Raise ValueError if a value in types of JSON has a NaN or an infinity, with its place."""
+    if (place := _place_of_infinity(value)) is not None:
+        raise ValueError(f"{name}{place} is not a finite number, which JSON lacks")
+
+
+def _place_of_infinity(value: object) -> str | None:
+    """Return the keys to the first number that is not finite, and the number; None: none is."""
+    if isinstance(value, float):
+        return None if math.isfinite(value) else f"={value}"
+    items: Iterable[tuple[object, object]] = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    for key, item in items:
+        if (place := _place_of_infinity(item)) is not None:
+            return f"[{key!r:.80}]{place}"
+    return None
 
 
 def action_text(text: str) -> str:

@@ -21,6 +21,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import math
 import os
 import socket
 import struct
@@ -58,6 +59,8 @@ PLAIN = (bool, float, str, type(None))
 def pack(value: Any) -> Any:
     """Return a value in types of JSON. `unpack` restores it. Raises: TypeError: it cannot."""
     kind: str
+    if isinstance(value, float) and not math.isfinite(value):
+        return {KIND: "float", "value": repr(float(value))}
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, int):
@@ -102,6 +105,7 @@ class Unsent:
 
 KINDS: dict[str, Callable[[Any], Any]] = {
     "int": lambda text: int(text, 16),
+    "float": float,
     "list": list,
     "tuple": tuple,
     "set": set,

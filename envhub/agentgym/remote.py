@@ -554,8 +554,9 @@ class RemoteEnv(RemoteEpisode):
         """Return the score of a step. Raises: RemoteFailure: it is no number."""
         key = self._dialect.score_key
         value = reply.get(key) if isinstance(reply, dict) else None
-        if not isinstance(value, int | float) or math.isnan(value):
-            raise self._connection.failure(f"a step has {key}={value!r}, which is not a number")
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            text = f"a step has {key}={value!r}, which is not a finite number"
+            raise self._connection.failure(text)
         return float(value)
 
     def _text(self, reply: object, what: str) -> str:

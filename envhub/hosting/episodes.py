@@ -8,8 +8,8 @@ from time import monotonic
 from typing import Any, Protocol
 
 from common.errors import EnvError
-from envhub.env import EnvSpec, Isolation, StepResult, Style, UnknownItem
-from envhub.errors import StateUnsaved, WorkerLost
+from envhub.env import EnvSpec, Isolation, StepResult, Style, UnknownItem, checked_reward
+from envhub.errors import EnvRaised, StateUnsaved, WorkerLost
 from envhub.hosting.env_calls import call_environment
 from envhub.hosting.inline import InlineBudget
 from envhub.hosting.saved import can_save, state_text
@@ -86,10 +86,15 @@ class LocalEpisode:
         """Perform an action, and record its duration if it runs in the server's thread."""
         began_s = monotonic()
         try:
-            return await self._call(lambda: self._env.step(action), passes=())
+            result = await self._call(lambda: self._env.step(action), passes=())
         finally:
             if self.is_instant:
                 self._inline.note(self._spec.name, monotonic() - began_s)
+        try:
+            result.reward = checked_reward("reward", result.reward)
+        except ValueError as error:
+            raise EnvRaised(f"{self._spec.name}: {error}") from error
+        return result
 
     async def hint(self) -> tuple[list[str], str | None]:
         valid_actions = await self._call(self._env.valid_actions)

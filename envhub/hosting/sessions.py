@@ -20,7 +20,7 @@ from common.memory import resident_bytes, trim_heap
 from common.text import valid_text
 from envhub.catalogue.distances import Distances
 from envhub.catalogue.registry import Registry
-from envhub.env import EnvSpec, Isolation, StepResult, Style
+from envhub.env import EnvSpec, Isolation, StepResult, Style, check_finite
 from envhub.errors import (
     CapacityFull,
     EnvRaised,
@@ -354,6 +354,11 @@ class Sessions:
             undo.push_async_callback(episode.close)
             with self._running(env_name):
                 observation = await episode.open(item_id, seed)
+                try:
+                    check_finite("first_messages", episode.first_messages)
+                    check_finite("item_tools", episode.item_tools)
+                except ValueError as error:
+                    raise EnvRaised(f"{env_name}: {error}") from error
             undo.pop_all()
         session_id = secrets.token_urlsafe(18)
         lock = None if episode.is_instant else asyncio.Lock()

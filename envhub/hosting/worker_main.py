@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 import os
 import signal
 import socket
@@ -23,7 +22,16 @@ from typing import Any
 from common.log import configure_logging
 from common.text import kind_of
 from envhub.catalogue.registry import load_spec, parse_options
-from envhub.env import EnvFailure, EnvSpec, ServiceDown, StepResult, Style, UnknownItem
+from envhub.env import (
+    EnvFailure,
+    EnvSpec,
+    ServiceDown,
+    StepResult,
+    Style,
+    UnknownItem,
+    check_finite,
+    checked_reward,
+)
 from envhub.errors import EnvRaised, StateUnsaved
 from envhub.hosting.env_calls import call_environment
 from envhub.hosting.saved import can_save, state_text
@@ -187,26 +195,26 @@ class Host:
 
 
 def as_json(result: StepResult) -> dict[str, Any]:
-    """Return a step's result in plain types. Raises: ValueError: the reward is not in [0, 1]."""
-    try:
-        reward = float(result.reward)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"reward={result.reward!r:.80} is not a number") from error
-    if not (math.isfinite(reward) and 0.0 <= reward <= 1.0):
-        raise ValueError(f"reward {reward} is not in [0, 1]")
+    """Return a step's result in plain types. Raises: ValueError: a reward is not in [0, 1]."""
+    seat_rewards = result.seat_rewards
+    if seat_rewards is not None:
+        rewards = enumerate(seat_rewards)
+        seat_rewards = [checked_reward(f"seat_rewards[{seat}]", each) for seat, each in rewards]
+    score = None if result.score is None else float(result.score)
+    check_finite("score", score)
     return {
         "observation": str(result.observation),
-        "reward": reward,
+        "reward": checked_reward("reward", result.reward),
         "done": bool(result.done),
         "is_valid": bool(result.is_valid),
         "is_success": bool(result.is_success),
-        "score": None if result.score is None else float(result.score),
+        "score": score,
         "state": str(result.state),
         "is_truncated": bool(result.is_truncated),
         "metrics": result.metrics,
         "facts": result.facts,
         "seat": result.seat,
-        "seat_rewards": result.seat_rewards,
+        "seat_rewards": seat_rewards,
     }
 
 

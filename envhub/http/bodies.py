@@ -266,7 +266,10 @@ def json_response(content: object, *, status: int = 200) -> Response:
 
 
 def json_bytes(content: object) -> bytes:
-    """Return JSON that every parser accepts: NaN and infinity are null."""
+    """Return JSON that every parser accepts: NaN and infinity are null.
+
+    They can occur only in pictures: `StepResult` and `Sessions` refuse them elsewhere.
+    """
     try:
         return to_json(content, inf_nan_mode="null")
     except PydanticSerializationError:  # A lone surrogate, which some parsers refuse.

@@ -21,6 +21,7 @@ from envhub.env import (
 )
 from envhub.hosting.episodes import CLOSE_TIMEOUT_S
 
+PAY = {"overpay": 2.0, "pay nothing": float("nan"), "end": 1.0}
 SUBSETS = {"any": SubsetSpec(num_train=10, num_test=10, max_turns=5)}
 closed: list[str] = []  # last actions of the episodes of this process that were closed
 stopped: list[str] = []
@@ -51,11 +52,11 @@ class FaultyEnv:
             )
         return StepResult(
             observation=f"step {self.num_steps}" + " \ud83d" * (action == "half"),
-            reward=2.0 if action == "overpay" else float(action == "end"),
+            reward=PAY.get(action, 0.0),
             done=action == "end",
             is_valid=True,
             metrics={"speed": float("nan")} if action == "no speed" else None,
-            facts={"speed": float("inf")} if action == "no limit" else None,
+            facts={"speeds": [1.0, float("inf")]} if action == "no limit" else None,
         )
 
     def _misbehave(self, action: str) -> None:
@@ -206,6 +207,18 @@ def make_unloadable() -> EnvSpec:
     if MARKS in os.environ:
         raise RuntimeError("no libfoo.so here")
     return replace(make_worker(), name="unloadable")
+
+
+class OddCallEnv(FaultyEnv):
+    """Begins with a call of a tool whose argument is not finite."""
+
+    def first_messages(self) -> list[dict[str, object]]:
+        function = {"name": "wait", "arguments": {"s": float("inf")}}
+        return [{"role": "assistant", "content": "", "tool_calls": [{"function": function}]}]
+
+
+def make_odd_call() -> EnvSpec:
+    return replace(make_worker(), name="odd_call", make=OddCallEnv)
 
 
 class SavingEnv(FaultyEnv):

@@ -11,6 +11,8 @@ import itertools
 import json
 import os
 import sys
+import traceback
+from functools import partial
 from typing import Any
 
 import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
@@ -61,7 +63,9 @@ class TasksetPlayer:
             self.say({"ready": [len(self._tasks["train"]), len(self._tasks["test"])]})
             while line := await lines.readline():
                 self.take(json.loads(line))
-            for task in self._running.values():
+            running = [*self._running.values()]
+            self._running.clear()
+            for task in running:
                 task.cancel()
         await runner.cleanup()
 
@@ -71,6 +75,7 @@ class TasksetPlayer:
             task = self._tasks[order["split"]][order["index"]]
             playing = asyncio.create_task(self.play(order["start"], task))
             self._running[order["start"]] = playing
+            playing.add_done_callback(partial(self.end, order["start"]))
         elif "answer" in order:
             waits = self._asked.pop(order["answer"], None)
             if waits is not None and not waits.done():
@@ -85,7 +90,19 @@ class TasksetPlayer:
         context = vf.ModelContext(model="policy", client=client)
         finished = await self._env.run_episode(task, context)
         self.say({"episode": episode, **self.judged(finished, url)})
-        self._running.pop(episode, None)
+
+    def end(self, episode: str, playing: asyncio.Task[None]) -> None:
+        """Report the error of an episode that ended by one, unless the hub has ended it."""
+        is_wanted = self._running.pop(episode, None) is not None
+        if playing.cancelled():
+            error = "the episode was cancelled by its taskset"
+        elif (raised := playing.exception()) is not None:
+            traceback.print_exception(raised)
+            error = f"{type(raised).__name__}: {raised}"
+        else:
+            return
+        if is_wanted:
+            self.say({"episode": episode, "error": error})
 
     def judged(self, finished: vf.Episode, url: str) -> dict[str, Any]:
         """Return the reward of the policy's only trace; or an error, which is never a reward."""

@@ -4,7 +4,6 @@ import socket
 import time
 
 import httpx
-import msgspec
 import pytest
 
 from common.formats.action_size import DEFAULT_ACTION_MIB, FIELDS_BYTES, MIB
@@ -68,10 +67,30 @@ def test_answers_hold_no_half_characters(hub):
     assert "envhub_repaired_total 1.0" in hub.client.get("/metrics").text
 
 
-def test_answers_are_json_for_strict_parsers(hub):
+def test_fact_that_is_not_finite_fails_with_its_place(hub):
+    answer = hub.step(hub.open(), "no limit", 1)
+    assert answer.status_code == 500
+    text = "faulty: ValueError: facts['speeds'][1]=inf is not a finite number, which JSON lacks"
+    assert text in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(("action", "reward"), [("overpay", "2.0"), ("pay nothing", "nan")])
+def test_reward_out_of_its_range_ends_the_session(hub, action, reward):
     path = hub.open()
-    answer = hub.step(path, "no limit", 1)
-    assert msgspec.json.decode(answer.content)["facts"] == {"speed": None}
+    answer = hub.step(path, action, 1)
+    assert answer.status_code == 500
+    assert answer.json()["detail"] == f"faulty: reward {reward} is not in [0, 1]"
+    assert hub.step(path, "go", 1).status_code == 404
+
+
+def test_message_that_is_not_finite_opens_no_session(serve_hub):
+    hub = serve_hub("make_odd_call")
+    body = {"env": "odd_call", "item_id": "any-train-0"}
+    answer = hub.client.post("/v1/sessions", json=body)
+    assert answer.status_code == 500
+    place = "first_messages[0]['tool_calls'][0]['function']['arguments']['s']=inf"
+    assert f"odd_call: {place} is not a finite number" in answer.json()["detail"]
+    assert hub.client.get("/healthz").json()["num_sessions"] == 0
 
 
 def test_metric_that_is_not_finite_fails_with_its_name(hub):

@@ -51,6 +51,7 @@ class WordsTaskset(vf.Taskset[Words, Config]):
 __all__ = ["WordsTaskset"]
 """
 TALK = """
+import asyncio
 import os
 from collections.abc import Iterator
 import verifiers.v1 as vf
@@ -68,6 +69,8 @@ class TalkEnv(vf.Env[TalkConfig]):
             said.append((await interaction.turn("And after that?")).last_reply)
             if said[0] == "die":
                 os._exit(9)
+            if said[0] == "stop":
+                raise asyncio.CancelledError
         interaction.trace.record_reward("both", 2.0 * (said == ["one", "two"]))
 
 class Tools(vf.Toolset[vf.SharedToolsetConfig]):
@@ -188,6 +191,48 @@ def figures(result: StepResult) -> tuple[float, bool, bool, bool | None]:
     return result.reward, result.done, result.is_valid, result.is_success
 
 
+# The parts of verifiers that the player needs, with an episode that fails in the library itself.
+BROKEN = """
+from types import SimpleNamespace
+
+class Broken:
+    taskset = range(4)
+
+    def serving(self):
+        return self
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        pass
+
+    async def run_episode(self, task, context):
+        if task:
+            return SimpleNamespace(errors=[], ok=True, traces=None)
+        raise KeyError("no such trace")
+
+def load_environment(config):
+    return Broken()
+
+def __getattr__(name):
+    return lambda *args, **fields: SimpleNamespace(model_fields={}, **fields)
+"""
+
+
+def test_error_of_the_player_ends_the_episode_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / "verifiers").mkdir()
+    (tmp_path / "verifiers/__init__.py").touch()
+    (tmp_path / "verifiers/v1.py").write_text(BROKEN, encoding="utf-8")
+    options = {"python": sys.executable, "path": ".", "taskset": {"id": "broken"}, "timeout_s": 20}
+    (tmp_path / "tasks.yaml").write_text(yaml.safe_dump(options), encoding="utf-8")
+    spec = Registry([f"verifiers:{tmp_path / 'tasks.yaml'}"]).spec("tasks")
+    told = play(spec, {"all-train-0": [], "all-train-1": []})
+    (library,), (ours,) = told.values()
+    assert library == "verifiers taskset 'broken': KeyError: 'no such trace'"
+    assert ours.startswith("verifiers taskset 'broken': TypeError: 'NoneType' object")
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_task_scores_itself_and_its_failure_is_no_reward(tmp_path: Path) -> None:
@@ -226,6 +271,7 @@ def test_taskset_environment_has_turns_tools_and_its_own_process(tmp_path: Path)
         {
             "all-train-0": [ring, '{"tool": "sing"}', "Action: one", "Action: two"],
             "all-train-1": ["die", "two"],
+            "all-train-2": ["stop", "two"],
             "all-test-0": ["one", "three"],
         },
     )
@@ -237,6 +283,7 @@ def test_taskset_environment_has_turns_tools_and_its_own_process(tmp_path: Path)
     assert then.observation == "And after that?"
     assert figures(end) == (1.0, True, True, True)
     assert "its process has ended with exit code 9" in told["all-train-1"][2]
+    assert "the episode was cancelled by its taskset" in told["all-train-2"][2]
     assert figures(told["all-test-0"][2]) == (0.0, True, True, False)  # It runs in another process.
 
 

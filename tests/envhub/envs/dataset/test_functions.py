@@ -3,10 +3,12 @@
 import asyncio
 import datetime
 import decimal
+import json
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from common.functions.calls import NUM_WARM, Caller, Ungraded, UserFunction, load_function
@@ -165,11 +167,18 @@ def test_value_of_a_record_keeps_its_type() -> None:
         "names": {1: "x", "__kind__": "y"},
         "text": "\ud800",
         "none": None,
+        "infinite": float("-inf"),
     }
     assert unpack(pack(record)) == record
     assert {k: type(v) for k, v in unpack(pack(record)).items()} == {
         k: type(v) for k, v in record.items()
     }
+
+
+def test_value_that_is_not_finite_crosses_strict_json() -> None:
+    sent = json.dumps(pack({"prices": [1.5, float("nan"), np.float32("inf")]}), allow_nan=False)
+    prices = unpack(json.loads(sent))["prices"]
+    assert str(prices) == "[1.5, nan, inf]"
 
 
 @pytest.mark.parametrize("package", ["common", "actor", "envhub", "tests", "tools"])
