@@ -90,7 +90,8 @@ def resolve_models(cfg: Config, *, is_dry: bool = False, may_stand_in: bool = Fa
             model = _with_folder(model, hub_model, is_dry=is_dry)
     algorithm = cfg.algorithm
     if is_hub_name(algorithm.reference_path):
-        hub_model = names.resolve("algorithm.reference_path", algorithm.reference_path)
+        key = "algorithm.reference_path"
+        hub_model = names.resolve(key, algorithm.reference_path, has_weights=not is_dry)
         algorithm = replace(algorithm, reference_path=str(hub_model.folder))
     teacher = algorithm.teacher
     if is_hub_name(teacher.path):
@@ -99,12 +100,45 @@ def resolve_models(cfg: Config, *, is_dry: bool = False, may_stand_in: bool = Fa
         algorithm = replace(algorithm, teacher=replace(teacher, path=str(hub_model.folder)))
     critic = cfg.learner.critic
     if is_hub_name(critic.path):
-        hub_model = names.resolve("learner.critic.path", critic.path)
+        hub_model = names.resolve("learner.critic.path", critic.path, has_weights=not is_dry)
         critic = replace(critic, path=str(hub_model.folder))
     learner = replace(cfg.learner, critic=critic)
     if names.commits:
         model = replace(model, commits={**model.commits, **names.commits})
     return replace(cfg, model=model, algorithm=algorithm, learner=learner)
+
+
+def is_unfetched(path: str) -> bool:
+    """Return whether a folder of the cache lacks weights, which a start downloads."""
+    folder = ROOT / path
+    is_cached = Path(_cache_folder()) in folder.parents and folder.is_dir()
+    return is_cached and bool(_missing_files(folder, has_weights=True))
+
+
+def download_lines(cfg: RunConfig) -> list[str]:
+    """Return a line for each model whose weights a start downloads, for `--dry-run`."""
+    paths = {
+        "model.path": cfg.model.path,
+        "algorithm.reference_path": cfg.algorithm.reference_path,
+        "algorithm.teacher.path": cfg.algorithm.teacher.path,
+        "learner.critic.path": cfg.learner.critic.path,
+    }
+    return [
+        f"download: {key} needs {_sized_weights(ROOT / path)} of"
+        f" {(ROOT / path).parents[1].name.removeprefix('models--').replace('--', '/')}"
+        for key, path in paths.items()
+        if path and is_unfetched(path)
+    ]
+
+
+def _sized_weights(folder: Path) -> str:
+    """Return the names of the missing weights, and the size that the index has."""
+    names = ", ".join(_missing_files(folder, has_weights=True))
+    try:
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        return f"{names} (the whole model has {index['metadata']['total_size'] / 1e9:,.1f} GB)"
+    except (OSError, ValueError, LookupError, TypeError):  # The size is optional.
+        return names
 
 
 class _Names:

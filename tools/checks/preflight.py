@@ -42,6 +42,7 @@ from learner.policy.model_shape import ModelShape, check_heads, check_weights, r
 from learner.trackers import check_trackers
 from learner.training.shards import check_whole
 from tools.checks.gpu_placement import GpuAssignment, assign_gpus, check_slices
+from tools.checks.hub_models import is_unfetched
 from tools.checks.memory_plan import check_memory, is_elsewhere, kv_bytes_per_token, plan_here
 from tools.checks.served_engines import check_teacher
 from tools.copies.store import check_target
@@ -53,11 +54,12 @@ MIN_FREE_DISK_GIB = 2
 SMALLEST_BLOCK_TOKENS = 16  # Block of an engine's KV cache.
 
 
-def check(cfg: RunConfig, *, missing: Sequence[str] = ()) -> None:
+def check(cfg: RunConfig, *, missing: Sequence[str] = (), is_dry: bool = False) -> None:
     """Check that a training run can start.
 
     Args:
         missing: requirements of the environments that the machine lacks, one line each.
+        is_dry: weights that a start downloads are not required.
 
     Raises: ConfigError: the first problem; the message has the key, its value and the remedy.
     """
@@ -68,7 +70,7 @@ def check(cfg: RunConfig, *, missing: Sequence[str] = ()) -> None:
     check_model(cfg.model.path)
     check_trainable(ROOT / cfg.model.path, shown=cfg.model.path)
     check_tools(cfg.actor.format, ROOT / cfg.model.path, template=template_at(cfg.model))
-    _check_other_models(cfg)
+    _check_other_models(cfg, is_dry=is_dry)
     check_ports(cfg)
     run_dir = ROOT / cfg.run.dir / cfg.run.name
     is_used = any((run_dir / name).exists() for name in ("journal", "checkpoints", "metrics.jsonl"))
@@ -125,7 +127,7 @@ def check_dry(cfg: RunConfig, *, missing: Sequence[str] = (), mistakes: Sequence
     """
     is_stand_in = cfg.model.path == cfg.model.architecture
     if not is_stand_in and not is_elsewhere(cfg):
-        return check(cfg, missing=missing or mistakes)
+        return check(cfg, missing=missing or mistakes, is_dry=True)
     _check_tasks(cfg)
     if mistakes:
         raise ConfigError("; ".join(mistakes))
@@ -137,7 +139,7 @@ def check_dry(cfg: RunConfig, *, missing: Sequence[str] = (), mistakes: Sequence
         check_tools(cfg.actor.format, ROOT / cfg.model.path, template=template_at(cfg.model))
     key = "model.architecture" if is_stand_in else "model.path"
     check_trainable(ROOT / cfg.model.path, key=key, shown=cfg.model.path)
-    _check_other_models(cfg)
+    _check_other_models(cfg, is_dry=True)
     here = on_this_machine(cfg)
     shape = read_shape(ROOT / cfg.model.path)
     _check_context(cfg, shape)
@@ -203,18 +205,23 @@ def warn_of_unread_keys(cfg: RunConfig) -> None:
             )
 
 
-def _check_other_models(cfg: RunConfig) -> None:
-    """Check the models of the reference and of the critic, if they have their own."""
+def _check_other_models(cfg: RunConfig, *, is_dry: bool) -> None:
+    """Check the models of the reference, the critic and the teacher, if they have their own."""
     reference = cfg.algorithm.reference_path if cfg.algorithm.kl_coef else ""
-    for key, path in (
-        ("algorithm.reference_path", reference),
-        ("learner.critic.path", cfg.learner.critic.path),
-    ):
-        if path:
+    trained = {
+        "algorithm.reference_path": reference,
+        "learner.critic.path": cfg.learner.critic.path,
+    }
+    teacher = {"algorithm.teacher.path": cfg.algorithm.teacher.path}
+    for key, path in {**trained, **teacher}.items():
+        if not path:
+            continue
+        if is_dry and is_unfetched(path):
+            check_kind(ROOT / path, key=key, shown=path)
+        else:
             check_model(path, key=key)
+        if key in trained:
             check_trainable(ROOT / path, key=key, shown=path)
-    if cfg.algorithm.teacher.path:
-        check_model(cfg.algorithm.teacher.path, key="algorithm.teacher.path")
     for path in cfg.actor.seats.folders():
         check_model(path, key="actor.seats.opponents")
     check_teacher(cfg)

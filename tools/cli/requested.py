@@ -173,12 +173,13 @@ def log_weights(cfg: RunConfig) -> None:
 def show_config(cfg: RunConfig, command: str, *, has_plan: bool = False) -> int:
     """Print the resolved configuration, memory plan, precision and objective; return exit code."""
     from learner.objective.description import summary_lines
+    from tools.checks.hub_models import download_lines
     from tools.checks.role_starts import function_lines
     from tools.dequantise.models import disk_lines, weight_lines, with_cache_paths
     from tools.offline.checks import rate_lines
 
     lines = _memory_lines(cfg) if has_plan else []
-    lines += [*weight_lines(cfg), *disk_lines(cfg)]
+    lines += [*weight_lines(cfg), *disk_lines(cfg), *download_lines(cfg)]
     lines += rate_lines(command, cfg)
     if command not in ("sft", "dpo", "evolve"):  # They have objectives of their own.
         lines += summary_lines(cfg.algorithm, cfg.learner)

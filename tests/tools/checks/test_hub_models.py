@@ -18,7 +18,8 @@ from common.store.run_dir import RunDir
 from common.store.run_start import mark_finished, prepare, save_config
 from tests.tools.checks.toy_hub import serving
 from tools.checks import hub_models
-from tools.checks.hub_models import is_hub_name, resolve_models
+from tools.checks.hub_models import download_lines, is_hub_name, resolve_models
+from tools.checks.preflight import check, check_dry
 
 OLD, NEW = "a" * 40, "b" * 40
 NAME = "some-org/Tiny-1M"
@@ -237,6 +238,25 @@ def test_dry_run_needs_no_weights(tmp_path: Path, cached: Path) -> None:
     (folder / "model.safetensors").unlink()
     model = resolved(config(tmp_path, f"model.path={NAME}"), is_dry=True).model
     assert (model.path, model.architecture) == (str(folder), str(folder))
+
+
+def test_dry_run_names_the_weights_that_a_start_downloads(tmp_path: Path, cached: Path) -> None:
+    folder = cached / "snapshots" / NEW
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"a": "model-1.safetensors"}, "metadata": {"total_size": 61.06e9}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    keys = ("algorithm.reference_path", "algorithm.teacher.path", "learner.critic.path")
+    overrides = [f"{key}={NAME}" for key in keys]
+    cfg = config(tmp_path, "algorithm.kl_coef=0.1", "learner.critic.kind=model", *overrides)
+    for key in keys:
+        with pytest.raises(ConfigError, match=r"the cache lacks model-1\.safetensors of"):
+            resolved(config(tmp_path, f"{key}={NAME}"))
+    dry = resolved(cfg, is_dry=True)
+    weights = f"model-1.safetensors (the whole model has 61.1 GB) of {NAME}"
+    assert download_lines(dry) == [f"download: {key} needs {weights}" for key in keys]
+    check_dry(dry)
+    with pytest.raises(ConfigError, match=r"algorithm\.reference_path=.*: "):
+        check(dry)
 
 
 def test_all_keys_of_models_take_names(tmp_path: Path, cached: Path) -> None:
