@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -80,10 +81,10 @@ def test_wheel_has_each_file_of_the_packages(wheel: Path) -> None:
     assert missing == set()
 
 
-@pytest.fixture(scope="module")
-def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
     """Clone the repository, with the files of this tree that make a release."""
-    folder = tmp_path_factory.mktemp("release") / "clone"
+    folder = tmp_path / "release" / "clone"
     subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
     for name in (".ci/release", "pyproject.toml", "CHANGELOG.md"):
         (folder / name).write_bytes((ROOT / name).read_bytes())
@@ -92,13 +93,17 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def environment_of(clone: Path) -> dict[str, str]:
-    """Return the environment of a release, whose docker fails and whose podman notes its words."""
+def environment_of(clone: Path, *, build_exit: int = 0) -> dict[str, str]:
+    """Return the environment of a release, whose docker fails and whose podman notes its words.
+
+    Args:
+        build_exit: exit code of podman when it builds an image.
+    """
     tools = clone.parent / "tools"
     tools.mkdir(exist_ok=True)
     (tools / "docker").write_text("#!/bin/sh\nexit 1\n", encoding="utf-8")
-    note = f'#!/bin/sh\necho "$PWD" "$@" >> {tools}/words\n'
-    (tools / "podman").write_text(note, encoding="utf-8")
+    note = f'echo "$PWD" "$@" >> {tools}/words\n[ "$1" = info ] || exit {build_exit}\n'
+    (tools / "podman").write_text(f"#!/bin/sh\n{note}", encoding="utf-8")
     for program in ("docker", "podman"):
         (tools / program).chmod(0o755)
     names = {
@@ -107,11 +112,11 @@ def environment_of(clone: Path) -> dict[str, str]:
     return {**os.environ, **names, "PATH": f"{tools}:/usr/bin:/bin"}
 
 
-def release(clone: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def release(clone: Path, *words: str, build_exit: int = 0) -> subprocess.CompletedProcess[str]:
     """Run the command of `make release` in a clone."""
     return subprocess.run(
         [sys.executable, str(clone / ".ci" / "release"), *words],
-        env=environment_of(clone),
+        env=environment_of(clone, build_exit=build_exit),
         capture_output=True,
         encoding="utf-8",
         timeout=TIMEOUT_S,
@@ -128,11 +133,33 @@ def git(clone: Path, *words: str) -> str:
 def test_release_refuses_a_changed_tree_by_the_names_of_its_files(clone: Path) -> None:
     (clone / "run.py").write_text("", encoding="utf-8")
     done = release(clone, "7.8.9")
-    git(clone, "checkout", "-q", "run.py")
     assert done.returncode == 1
     assert done.stderr == "the tree has changes that are not committed:\n M run.py\n"
     assert git(clone, "tag") == ""
     assert release(clone, "7.8").stderr.startswith("usage: make release VERSION=")
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_release_names_the_missing_section_of_the_changelog(clone: Path) -> None:
+    changes = clone / "CHANGELOG.md"
+    text = changes.read_text(encoding="utf-8").replace("] - Unreleased", "] - 2026-01-01")
+    changes.write_text(text, encoding="utf-8")
+    commit = ["git", "-C", str(clone), "commit", "-qam", "released"]
+    subprocess.run(commit, env=environment_of(clone), check=True)
+    done = release(clone, "7.8.9")
+    assert done.returncode == 1
+    assert done.stderr.endswith(" its heading would be: ## [7.8.9] - Unreleased\n")
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_release_names_the_command_of_each_image_that_failed(clone: Path) -> None:
+    done = release(clone, "7.8.8", build_exit=1)
+    assert done.returncode == 1
+    assert git(clone, "tag").split() == ["v7.8.8"]
+    build = "podman build --target {0} --tag longstride:7.8.8-{0} ."
+    assert done.stderr.splitlines()[-2:] == [build.format("cpu"), build.format("cuda")]
 
 
 @pytest.mark.slow
@@ -145,7 +172,6 @@ def test_release_that_cannot_be_built_leaves_the_tree_as_it_was(clone: Path) -> 
     assert done.returncode == 1
     assert git(clone, "status", "--porcelain", "--untracked-files=no") == ""
     assert git(clone, "tag") == ""
-    git(clone, "reset", "-q", "--hard", "HEAD~1")
 
 
 @pytest.mark.slow
@@ -163,6 +189,10 @@ def test_release_has_its_version_in_tag_changelog_packages_and_images(
     assert git(clone, "tag").split() == ["v7.8.9"]
     assert git(clone, "status", "--porcelain") == ""
     source = clone / "dist" / "longstride-7.8.9.tar.gz"
+    with tarfile.open(source) as archive:
+        folders = {name.split("/")[1] for name in archive.getnames() if "/" in name}
+    assert "configs" in folders
+    assert "tests" not in folders, "setuptools adds some tests, and not their helpers"
     options = ["--no-deps", "--no-build-isolation", "--disable-pip-version-check", "-q"]
     command = [sys.executable, "-m", "pip", "wheel", *options, "-w", str(tmp_path), str(source)]
     subprocess.run(command, check=True, timeout=TIMEOUT_S)
@@ -172,10 +202,10 @@ def test_release_has_its_version_in_tag_changelog_packages_and_images(
     assert "actor/removed.py" not in of_release
     assert of_tree <= contents(tmp_path / "longstride-7.8.9-py3-none-any.whl")
     noted = (clone.parent / "tools" / "words").read_text(encoding="utf-8").splitlines()
-    folders, words = zip(*(line.split(" ", 1) for line in noted), strict=True)
+    places, words = zip(*(line.split(" ", 1) for line in noted), strict=True)
     build = "build --build-arg BASE=mirror/debian:12 --target {0} --tag longstride:7.8.9-{0} ."
     assert words == ("info", build.format("cpu"), build.format("cuda"))
-    assert str(clone) not in folders, "leftovers of a checkout would be in the image"
+    assert str(clone) not in places, "leftovers of a checkout would be in the image"
 
 
 @pytest.mark.slow
@@ -198,6 +228,20 @@ def test_installed_command_works_in_any_folder(script: Path, tmp_path: Path) -> 
     steps = output_of(script, "new-env", "mine", folder=tmp_path)
     assert "\nlongstride check-env environments/mine.py:make_spec" in steps
     assert (tmp_path / "environments" / "mine.py").is_file()
+
+
+@pytest.mark.slow
+def test_missing_package_of_an_environment_names_the_extra(script: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['bm25s'] = None\n"
+        "sys.argv[1:] = ['envs', 'env=searchqa']\n"
+        "import run\n"
+        "run.run()"
+    )
+    text = output_of(script.with_name("python"), "-c", code, folder=tmp_path)
+    assert "PyStemmer: `pip install 'longstride[envs]'`" in text
+    assert "make setup" not in text
 
 
 @pytest.mark.slow

@@ -155,7 +155,7 @@ def key_hint(key: str, schema: type[RunConfig] = RunConfig) -> str:
     if near and (not section or near.startswith(f"{section}.")):
         return f"; the nearest is {near}"
     if not section:
-        return "; docs/CONFIGURATION.md lists all keys, and `python run.py help` their sections"
+        return "; `python run.py help` lists the sections, `python run.py help reference` all keys"
     elsewhere = f"; {near} is a key of another section" if near else ""
     names = ", ".join(field_kinds(kind))
     if len(names) > MAX_NAMES_CHARS:

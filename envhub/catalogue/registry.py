@@ -14,7 +14,7 @@ from typing import Any
 
 from common.config.env import RemoteOptions
 from common.config.envs import EnvsSection, own_tasks
-from common.repository import CODE
+from common.repository import CODE, with_program_name
 from common.text import known_hint
 from common.user_code import load_file
 from envhub.env import EnvSpec, Isolation, Style, SubsetSpec
@@ -309,7 +309,7 @@ def missing_requirements(
         lines += [f"{name} needs {each.what}: {each.remedy}" for each in unmet]
         if not unmet and name in LOADERS:
             lines += [f"{name}: {line}" for line in _check(LOADERS[name], options)]
-    return lines
+    return [with_program_name(line) for line in lines]
 
 
 def _check(module: str, options: EnvsSection) -> list[str]:

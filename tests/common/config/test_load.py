@@ -139,7 +139,7 @@ def test_one_field_of_one_task_is_overridable() -> None:
         ("learnr.lr=1e-4", "learnr.lr=1e-4: no such key; the nearest is learner.lr"),
         ("learner.lrr=1", "learner.lrr=1: no such key; the nearest is learner.lr"),
         ("lr=1", "lr=1: no such key; the nearest is learner.lr or learner.critic.lr"),
-        ("zzqx=1", "zzqx=1: no such key; docs/CONFIGURATION.md lists all keys"),
+        ("zzqx=1", "zzqx=1: no such key; `python run.py help` lists the sections"),
         ("zzqx.lr=1", "zzqx.lr=1: no such key; the nearest is "),
         ("groups.qqqq=1", "groups.qqqq=1: no such key; groups has the keys size, per_step"),
         ("learner.qqqq=1", "no such key; `python run.py help learner` lists the keys of this"),
