@@ -46,7 +46,7 @@ HEAVY = end_to_end benchmarks docs actor/agents actor/engine actor/formats actor
   scheduler/test_properties.py scheduler/test_properties_learner.py
 
 test-fast: $(STAMP)
-	@$(PYTEST) $(call AT_ONCE,0) $(HEAVY:%=--ignore tests/%) -m "not slow and not gpu" $(ARGS)
+	@$(PYTEST) $(call AT_ONCE,0) $(HEAVY:%=--ignore tests/%) -m "not slow and not gpu and not long" $(ARGS)
 
 # Studies, fault campaigns, soaks and tests of many web pages, which run every night.
 # Tests of seconds run last and alone, with their exact bounds; `make test` has generous ones.

@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -12,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from learner.recovery.step_log import read_steps
 from tests.end_to_end.runs import Run, balances, unbounded
+from tests.ports import free_port
 from tools.copies.fetch import fetch
 from tools.copies.store import ObjectStore
 
@@ -51,8 +51,7 @@ def roles_in_metrics(run: Run, port: int) -> set[str]:
 
 
 def test_run_continues_from_its_copy_after_its_disk_is_lost(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     words = overrides(tmp_path, port)
     with Run(tmp_path, *words) as first:
         first.wait_until(lambda: copied_step(tmp_path / "copies") >= 4)

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ from common.config.tasks import TaskSection
 from common.repository import ROOT
 from envhub.main import build, envs_of_run
 from tests.bounds import at_most
+from tests.ports import free_port
 
 
 def built(*, env_names=("textcraft",), token=None, **changes):
@@ -56,8 +56,7 @@ class Served:
     """A hub in a process of its own."""
 
     def __init__(self, *overrides: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         argv = [sys.executable, "run.py", "envhub", f"port={self.port}", *overrides]
         self.process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8")
         assert self.process.stdout is not None

@@ -33,6 +33,7 @@ from actor.agents.installation import (
 from common.config.actor import ActorSection, AgentLifetime, AgentServerOptions
 from common.config.load import load_config
 from common.errors import ConfigError
+from tests.ports import free_port
 
 CODEX = HARNESSES["codex"].package
 AIDER = HARNESSES["aider"].package
@@ -66,8 +67,7 @@ def test_harness_reaches_the_policy_and_sees_its_own_variables(tmp_path: Path) -
     copy_python(sys.executable, tmp_path / "python")
     task = "Say 'hi' \"now\".\nThen $HOME `id`."
     place = tmp_path / "policy"
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     harness = Harness(
         package=HarnessPackage(name="x", package="x", version="1", python=((3, 10), (3, 14))),
         command=lambda folder, text: [*(python_of(folder), "-c", ASK, f"{port}", text)],
@@ -120,8 +120,7 @@ def test_harness_without_its_python_is_refused_with_the_versions(
 @pytest.mark.skipif(shutil.which("node") is None, reason="the relay needs Node")
 def test_relay_of_node_forwards_connections_and_the_exit_code(tmp_path: Path) -> None:
     place = f"{tmp_path}/policy"
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     ask = f"exec 3<>/dev/tcp/127.0.0.1/{port}; printf question >&3; cat <&3; exit 7"
     argv = ["node", "-e", NODE_RELAY, "--", place, f"{port}", "bash", "-c", ask, "-y"]
     with socket.socket(socket.AF_UNIX) as policy:

@@ -14,6 +14,7 @@ from common.errors import EnvError
 from common.formats.scripted import actions_of
 from common.wire.messages import EndReason, EpisodeKind, HubPlace, Lease, PolicyKind, Trajectory
 from tests.actor.toy_servers import ToyHub, serve
+from tests.ports import free_port
 
 DEAD = "http://127.0.0.1:1"
 
@@ -242,8 +243,8 @@ def test_episodes_restart_after_their_hub_returns() -> None:
         assert hubs.waiting_for == ""
 
     with contextlib.ExitStack() as servers:
-        url = servers.enter_context(serve(before.app()))
-        port = int(url.rpartition(":")[2])
+        port = free_port()
+        url = servers.enter_context(serve(before.app(), port=port))
         play([place(url)], law)
     assert sorted(t.episode_id for t in box.taken) == [f"g/{i}" for i in range(5)]
     assert {(t.end_reason, t.is_success) for t in box.taken} == {(EndReason.DONE, True)}

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from actor.rollout.episode import ContextFull, PolicyFailed
 from actor.seats.endpoint import Endpoint, Reply, TextEpisode
 from common.errors import ConfigError
 from tests.actor.toy_servers import ToyEndpoint, serve
+from tests.ports import free_port
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -166,9 +166,7 @@ def test_conversation_grows_by_turns_as_bytes() -> None:
 
 @contextlib.contextmanager
 def _served_by_vllm(model: Path, log: Path) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model), "--served-model-name", "toy-1", "--dtype", "float32"]
     command += ["--max-model-len", "128", "--enforce-eager", "--port", str(port)]

@@ -50,9 +50,9 @@ def test_slow_steps_run_concurrently_and_end_after_the_turns():
         return results[-1].reward
 
     async def law():
-        return await asyncio.gather(*(play(i) for i in range(40)))
+        return await asyncio.gather(*(play(i) for i in range(400)))
 
     started = time.monotonic()
     rewards = asyncio.run(law())
-    assert 0.1 <= time.monotonic() - started < 2.0
+    assert 0.1 <= time.monotonic() - started < 20.0  # One after another they take 40 s.
     assert set(rewards) == {0.0, 1.0}

@@ -24,6 +24,7 @@ from envhub.interop.mcp_server import McpEpisode, McpOptions, Tasks
 from envhub.interop.texts import BadAction, RewardRule
 from tests.actor.formats.test_tools import CALLING
 from tests.end_to_end.runs import Run, balances
+from tests.ports import free_port
 from tests.venvs import python_with
 
 pytestmark = pytest.mark.timeout(900)  # an environment is made, an engine starts
@@ -140,8 +141,7 @@ def http_server(folder: Path, *, text: str = SERVER, port: int = 0) -> Iterator[
     """Yield the URL of the server over streamable HTTP, at a free port unless one is given."""
     (folder / "server.py").write_text(text, encoding="utf-8")
     if not port:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
     command = [python_with(MCP, sees_ours=True), str(folder / "server.py"), str(port)]
     server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:

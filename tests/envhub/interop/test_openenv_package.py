@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import pytest
 
 from tests.end_to_end.runs import Run, balances
 from tests.envhub.agentgym.agentgym_clients import DIRECT, serve_envs
+from tests.ports import free_port
 from tests.venvs import python_with
 
 pytestmark = pytest.mark.timeout(900)  # an environment is made, an engine starts
@@ -46,8 +46,7 @@ def echo_command(folder: Path) -> tuple[list[str], str]:
         ),
         encoding="utf-8",
     )
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     served = [python, "-m", "uvicorn", "echo_env.server.app:app", "--port", str(port)]
     return served, f"http://127.0.0.1:{port}"
 

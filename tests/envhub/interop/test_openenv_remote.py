@@ -17,6 +17,7 @@ from common.errors import ConfigError
 from envhub.env import EnvFailure, EnvSpec, Style
 from envhub.interop.openenv_remote import OpenEnvClosed, OpenEnvEpisode, OpenEnvFailure, make_spec
 from tests.envhub.agentgym.agentgym_clients import DIRECT, native_spec, serve_app, serve_envs
+from tests.ports import free_port
 
 T = TypeVar("T")
 TEXT = {"properties": {"message": {"type": "string"}, "metadata": {}}, "required": ["message"]}
@@ -157,7 +158,7 @@ def test_restarting_server_is_awaited_within_the_answer_timeout() -> None:
     async def on(ws: WebSocket, _: dict[str, Any]) -> None:
         await reply(ws, {"text": "on"})
 
-    with serve_app(server_of(on)) as url:
+    with serve_app(server_of(on), at=free_port()) as url:
         remote = RemoteOptions(url=url, dialect="openenv", timeout_s=20.0)
         waits, gives_up = (make_spec(replace(remote, timeout_s=s)) for s in (20.0, 0.5))
 

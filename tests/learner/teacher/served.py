@@ -12,6 +12,7 @@ from actor.formats.renderer import Renderer
 from common.config.load import load_config
 from common.errors import EngineError
 from common.repository import ROOT
+from tests.ports import free_port
 
 CFG = load_config("quickstart", [])
 TOKENIZER: Any = AutoTokenizer.from_pretrained(
@@ -55,7 +56,7 @@ class Teacher:
 
     def __init__(self, engine: GivenScores | None = None) -> None:
         self.engine = engine or GivenScores()
-        self.port = 0
+        self.port = free_port()
         self.url = ""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -64,7 +65,6 @@ class Teacher:
 
     def listen(self) -> None:
         place = bound(self.port)
-        self.port = place.getsockname()[1]
         chat = Chat(
             engine=cast(Any, self.engine),
             renderer=Renderer(TOKENIZER),

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actor.api.chat import bound
 from common.errors import ConfigError
 from common.http.model_endpoint import Refused, Unanswered
 from common.repository import ROOT
 from learner.teacher.scorer import TeacherEndpoint, VocabularyCheck
 from tests.learner.teacher.served import TOKENIZER
+from tests.ports import free_port
 
 MODEL = ROOT / "configs" / "policies" / "tiny-expert"
 START_S = 900.0
@@ -24,8 +24,7 @@ START_S = 900.0
 
 @pytest.fixture
 def endpoint(tmp_path: Path) -> Iterator[TeacherEndpoint]:
-    with bound(0) as place:
-        port = place.getsockname()[1]
+    port = free_port()
     words = f"--served-model-name m --dtype float32 --max-model-len 513 --port {port}"
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL)]
     argv += [*words.split(), "--host", "127.0.0.1", "--enforce-eager"]

@@ -15,6 +15,7 @@ from common.config.load import load_config
 from common.config.run import RunSection
 from common.log import kept_in
 from common.store.run_dir import RunDir
+from tests.bounds import at_most
 from tools.launch.base import Ending, LaunchState, RoleSpec, StallDetector
 from tools.launch.launcher import RoleSupervisor
 from tools.launch.local import start_here
@@ -211,7 +212,8 @@ def test_exited_role_of_finished_run_stays_away(
 
     def on_poll() -> None:
         polls.extend([1] * ("role exited normally role=scheduler" in caplog.messages))
-        if len(polls) > 20:  # its backoff is over since long
+        has_returned = starts.exists() and starts.read_text(encoding="utf-8") == "xx"
+        if len(polls) > 20 if is_over else has_returned:  # its backoff is over since long
             may_end.touch()
 
     with caplog.at_level("INFO", "tools.launch"):
@@ -328,9 +330,9 @@ def test_stop_kills_processes_that_ignore_it(tmp_path: Path) -> None:
         return bool(asked)
 
     launch(specs, interrupt_when(are_there), stop_timeout_s=0.5)
-    assert time.monotonic() - asked[0] < 3.0
+    assert time.monotonic() - asked[0] < at_most(3.0)
     for pid in pids.read_text(encoding="utf-8").split():
-        wait_for(lambda pid=pid: is_gone(int(pid)), timeout_s=1.0)
+        wait_for(lambda pid=pid: is_gone(int(pid)), timeout_s=60.0)
 
 
 @pytest.mark.slow
@@ -363,9 +365,9 @@ def test_role_without_checkpoint_gets_the_short_stop(tmp_path: Path) -> None:
     learner = role(tmp_path, "learner", SAVES_LATE, saved, 0.6, saves_at_stop=True)
     is_ready = lambda: pids.exists() and (tmp_path / "saved.ready").exists()  # noqa: E731
     began = time.monotonic()
-    launch([actor, learner], interrupt_when(is_ready), stop_timeout_s=15, quick_stop_s=0.2)
+    launch([actor, learner], interrupt_when(is_ready), stop_timeout_s=60, quick_stop_s=0.2)
     assert saved.exists()
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < 50.0
 
 
 def test_second_signal_skips_the_learner_checkpoint(tmp_path: Path) -> None:

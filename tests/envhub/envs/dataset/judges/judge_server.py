@@ -77,10 +77,4 @@ def serving(judge: JudgeServer, *, port: int = 0) -> Iterator[JudgeServer]:
         listener.close()
 
 
-def free_port() -> int:
-    """Return a port at which nothing listens."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 Serve = Callable[..., JudgeServer]

@@ -13,8 +13,9 @@ import pytest
 from common.config.envs import EnvsSection
 from envhub.env import EnvFailure, ServiceDown, Style
 from envhub.envs.dataset.env import make_spec
-from tests.envhub.envs.dataset.judges.judge_server import JudgeServer, Serve, free_port, serving
+from tests.envhub.envs.dataset.judges.judge_server import JudgeServer, Serve, serving
 from tests.envhub.envs.dataset.made import make, played
+from tests.ports import free_port
 
 KEY = "sk-kept-out-of-files"
 

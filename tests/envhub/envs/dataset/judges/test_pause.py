@@ -13,9 +13,10 @@ from common.config.actor import ActorSection
 from common.errors import EnvPaused
 from common.wire.messages import EndReason, HubPlace
 from tests.actor.rollout.test_hubs import Box, lease_of, start_episodes
-from tests.envhub.envs.dataset.judges.judge_server import JudgeServer, free_port, serving
+from tests.envhub.envs.dataset.judges.judge_server import JudgeServer, serving
 from tests.envhub.envs.dataset.made import GSM8K, make
 from tests.envhub.envs.dataset.test_episodes import serving as serving_hub
+from tests.ports import free_port
 
 NUM = 3
 
