@@ -45,8 +45,8 @@ logger = logging.getLogger(__name__)
 CANARY_EVERY_STEPS = 10
 # Metrics in the report to the scheduler, with their keys there.
 SIGNALS = {"policy/entropy": "entropy", "offpolicy/ess_frac": "ess_frac"}
-# Steps between two heap trims on CPU. Untrimmed, the heap grew from 1 to 5.5 GB in 350 steps.
-TRIM_EVERY_STEPS = 10
+# Seconds between two heap trims on CPU. Untrimmed, the heap grew from 1 to 5.5 GB in 350 steps.
+TRIM_EVERY_S = 15.0
 FINISH_S = 900.0  # Time limit of the evaluation after the last step, in seconds.
 MOST_INVALID_FRAC = 0.9  # A larger share of invalid actions is a warning.
 
@@ -148,6 +148,7 @@ class Loop:
         self._stop = stop
         self._process = psutil.Process()
         self._is_on_cpu = learner.model.device.type == "cpu"
+        self._trimmed_at = time.monotonic()
         self._canary = Prompts([], [])
         self._watch = EngineWatch(
             learner.publisher, learner.buffer.recent, learner.trainer.score, cfg
@@ -186,8 +187,9 @@ class Loop:
             self._log_metrics(batch, result)
             self._note_signals(batch, result)
             self.publish(batch.outcomes(Outcome.TRAINED))
-            if self._is_on_cpu and self.version % TRIM_EVERY_STEPS == 0:
+            if self._is_on_cpu and time.monotonic() - self._trimmed_at >= TRIM_EVERY_S:
                 trim_heap()
+                self._trimmed_at = time.monotonic()
             self.saving.settle()
             if self._learner.checkpoints.is_due(self.version):
                 self.saving.save(self.version)
