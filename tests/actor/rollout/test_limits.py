@@ -1,6 +1,6 @@
 """Laws of what an episode has room and time for: its context and its horizon."""
 
-import asyncio
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -108,14 +108,16 @@ def test_token_horizon_starts_no_turn_beyond_it() -> None:
     assert unpack_record(pack_record(found)).horizon_unit is HorizonUnit.TOKENS
 
 
-def test_seconds_horizon_excludes_waiting_time() -> None:
+def test_seconds_horizon_excludes_waiting_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     lease = replace(LEASE, horizon_unit=HorizonUnit.SECONDS, max_turns=9, horizon=1)
     waits = [replace(TURNS[0], waited_s=60.0), *TURNS[1:]]
     times = iter([0.6, 0.6, 0.6])
 
     class Slow(Count):
         async def step(self, action: str) -> HubStepResult:
-            await asyncio.sleep(next(times))
+            now[0] += next(times)
             return await super().step(action)
 
     # The first turn is waited in more than it took, so it counts as nothing.

@@ -27,7 +27,7 @@ from actor.rollout.recording import (
 )
 from common.config.actor import ActorSection, ContextKind
 from common.config.horizon import HorizonUnit
-from common.wire.messages import EpisodeKind, HubPlace, Lease, Trajectory
+from common.wire.messages import EndReason, EpisodeKind, HubPlace, Lease, Trajectory
 from envhub.catalogue.registry import Registry
 from envhub.hosting.sessions import Sessions
 from envhub.http.routes import make_app
@@ -423,9 +423,9 @@ def test_horizon_in_seconds_counts_the_recorded_time(hub: Served, tmp_path: Path
     engine.before_turn = lambda n: hub.lose_all() if n in (2, 3) else None
     played = asyncio.run(play(hub, engine, lease, Recordings(tmp_path)))
     assert played is not None
-    assert played.num_turns in (3, 4)
-    assert played.generate_s >= 0.9
-    assert played.wall_s >= played.generate_s
+    assert played.end_reason is EndReason.HORIZON
+    assert played.num_turns <= 4  # Three on an idle machine.
+    assert played.wall_s >= max(1.0, played.generate_s)
 
 
 def test_files_end_with_the_acknowledgement(hub: Served, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Laws of the client of an external retrieval server: whatever goes wrong there is a failure."""
 
 import json
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,6 +11,7 @@ import pytest
 from envhub.env import EnvFailure
 from envhub.envs.searchqa.library import RemoteRetriever, parse_url, read_reply
 from envhub.envs.searchqa.passages import Passage
+from tests.ports import free_port
 
 DOCUMENT = {"id": "7", "contents": '"Apple"\napple pie'}
 
@@ -73,7 +73,7 @@ def serve() -> Iterator[Serve]:
         thread.join(5.0)
 
 
-def search(url: str, timeout_s: float = 5.0) -> list[Passage]:
+def search(url: str, timeout_s: float = 60.0) -> list[Passage]:
     return RemoteRetriever(url, timeout_s=timeout_s).search("apple", 2)
 
 
@@ -115,7 +115,7 @@ def test_wrong_answer_raises_an_error_that_names_the_server(
 def test_answer_that_breaks_off_is_a_failure(serve: Serve) -> None:
     url, server = serve({"result": [[]]}, missing_bytes=5)
     with pytest.raises(EnvFailure):
-        search(url, timeout_s=0.3)
+        search(url)
     assert len(server.asked) == 1
 
 
@@ -126,10 +126,8 @@ def test_silence_is_a_failure_at_the_deadline(serve: Serve) -> None:
 
 
 def test_refused_connection_is_a_failure() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
     with pytest.raises(EnvFailure, match="refused"):
-        search(f"http://127.0.0.1:{port}")
+        search(f"http://127.0.0.1:{free_port()}")
 
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://a/b", "localhost:80", "http://", ""])
