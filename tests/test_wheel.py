@@ -227,7 +227,10 @@ def test_installed_command_works_in_any_folder(script: Path, tmp_path: Path) -> 
     assert f"Relative paths start at {tmp_path}.\n" in usage
     steps = output_of(script, "new-env", "mine", folder=tmp_path)
     assert "\nlongstride check-env environments/mine.py:make_spec" in steps
-    assert (tmp_path / "environments" / "mine.py").is_file()
+    for suffix in (".py", ".yaml"):
+        text = (tmp_path / "environments" / f"mine{suffix}").read_text(encoding="utf-8")
+        assert "longstride " in text
+        assert "run.py" not in text
 
 
 @pytest.mark.slow

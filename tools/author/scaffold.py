@@ -46,7 +46,7 @@ def new_env(request: ParsedCommand) -> int:
             raise ConfigError(f"{path}: exists already; remove it, or use another name")
     (ROOT / folder).mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():
-        path.write_text(text, encoding="utf-8")
+        path.write_text(with_program_name(text), encoding="utf-8")
         print(f"written: {path}")
     steps = NEXT.format(file=folder / f"{name}.py", config=folder / f"{name}.yaml")
     print(with_program_name(steps))
