@@ -19,7 +19,7 @@ STARTED_FROM = "LONGSTRIDE_STARTED_FROM"
 STARTED_AS = "LONGSTRIDE_STARTED_AS"
 SCRIPT = re.compile(r"(?<![\w./-])(?:(?:\.venv/bin/)?python )?run\.py(?![\w/-]|\.\w)")
 # In the second form, one extra contains all that is missing.
-SETUP = re.compile(r"`make setup`(?: \(the extra `(?P<extra>[\w-]+)`\))?")
+SETUP = re.compile(r"`make (?:clean )?setup`(?: \(the extra `(?P<extra>[\w-]+)`\))?")
 
 CODE = Path(__file__).resolve().parents[1]  # The folder of run.py and configs/.
 IS_CHECKOUT = (CODE / "pyproject.toml").is_file()

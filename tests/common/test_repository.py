@@ -36,6 +36,8 @@ def test_installed_package_names_extras_instead_of_make(monkeypatch: pytest.Monk
     assert text == "needs playwright: `pip install 'longstride[web]'`"
     text = with_program_name("run `make setup`, which installs")
     assert text == "run `pip install 'longstride[cpu]'` (with a GPU: `[gpu]`), which installs"
+    text = with_program_name("in a new environment with `make clean setup`")
+    assert text == "in a new environment with `pip install 'longstride[cpu]'` (with a GPU: `[gpu]`)"
 
 
 def test_command_notes_the_console_script_for_its_children(

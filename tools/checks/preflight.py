@@ -305,7 +305,7 @@ def check_build(build: str, *, on_gpu: bool) -> None:
     if on_gpu:
         raise ConfigError(
             f"vLLM {build} is a build for CPUs, and this machine has a GPU. Install the other build"
-            " (`make clean setup`), or set CUDA_VISIBLE_DEVICES= to use the CPU"
+            " in a new environment with `make clean setup`, or set CUDA_VISIBLE_DEVICES= for the CPU"
         )
     raise ConfigError(
         f"vLLM {build} is a build for GPUs, and this machine shows none. Install the build for CPUs"
