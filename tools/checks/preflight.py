@@ -305,7 +305,8 @@ def check_build(build: str, *, on_gpu: bool) -> None:
     if on_gpu:
         raise ConfigError(
             f"vLLM {build} is a build for CPUs, and this machine has a GPU. Install the other build"
-            " in a new environment with `make clean setup`, or set CUDA_VISIBLE_DEVICES= for the CPU"
+            " in a new environment with `make clean setup`, or set CUDA_VISIBLE_DEVICES= to use the"
+            " CPU"
         )
     raise ConfigError(
         f"vLLM {build} is a build for GPUs, and this machine shows none. Install the build for CPUs"
