@@ -35,3 +35,8 @@ __all__ = [
     "evaluate",
     "train",
 ]
+
+if __name__ == "__main__":  # As the console script: `python -m longstride`.
+    from run import run
+
+    run()

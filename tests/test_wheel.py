@@ -248,6 +248,13 @@ def test_missing_package_of_an_environment_names_the_extra(script: Path, tmp_pat
 
 
 @pytest.mark.slow
+def test_module_is_the_console_script(script: Path, tmp_path: Path) -> None:
+    python = script.with_name("python")
+    text = output_of(python, "-m", "longstride", "show", "--help", folder=tmp_path)
+    assert text == output_of(script, "show", "--help", folder=tmp_path)
+
+
+@pytest.mark.slow
 def test_installed_package_is_imported_in_any_folder(script: Path, tmp_path: Path) -> None:
     code = (
         "import longstride\n"
