@@ -1,5 +1,6 @@
 """Laws of the episode that is tried before a run starts."""
 
+import os
 from pathlib import Path
 
 import psutil
@@ -139,10 +140,11 @@ def test_mistake_in_an_environment_names_the_call(
 
 @pytest.mark.slow
 def test_trial_leaves_no_process(tmp_path: Path) -> None:
-    started = "import subprocess; subprocess.Popen(['sleep', '987'], start_new_session=True)"
+    sleep = ["sleep", f"{60_000 + os.getpid()}"]  # Other tests of this machine have another one.
+    started = f"import subprocess; subprocess.Popen({sleep}, start_new_session=True)"
     try_episodes(_door(tmp_path, reset=started))
     commands = [each.info["cmdline"] for each in psutil.process_iter(["cmdline"])]
-    assert ["sleep", "987"] not in commands
+    assert sleep not in commands
 
 
 def test_event_that_is_written_in_part_does_not_count(tmp_path: Path) -> None:
