@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # importing the engine takes seconds
     from actor.weights.receive import WeightLink
 
 HOST = "127.0.0.1"
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Link(Protocol):

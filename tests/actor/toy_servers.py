@@ -11,7 +11,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-START_S = 20.0
+START_S = 60.0
 
 
 @contextlib.contextmanager

@@ -87,7 +87,7 @@ class _Server:
 
     def stop(self) -> None:
         self._server.should_exit = True
-        self._thread.join(timeout=10.0)
+        self._thread.join(timeout=60.0)
         assert not self._thread.is_alive()
 
 

@@ -49,7 +49,7 @@ from tests.scheduler.builders import (
 )
 from tests.scheduler.catalogue_server import serve_catalogue
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 60.0
 START_S = 60.0  # The start of a process.
 
 

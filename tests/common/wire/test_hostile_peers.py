@@ -370,7 +370,7 @@ def ends(child: subprocess.Popen[str]) -> bool:
         return False
     finally:
         child.kill()
-        child.wait(10)
+        child.wait(60)
 
 
 UNREAD = """

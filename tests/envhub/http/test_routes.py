@@ -420,7 +420,7 @@ def test_odd_session_id_is_unknown(served, session_id):
 def test_client_disconnect_within_a_body_logs_no_traceback(hub, caplog):
     address = hub.client.base_url
     head = b"POST /v1/sessions HTTP/1.1\r\nHost: hub\r\nContent-Length: 500\r\n\r\n{"
-    with socket.create_connection((address.host, address.port), timeout=5) as client:
+    with socket.create_connection((address.host, address.port), timeout=60) as client:
         client.sendall(head)
     assert hub.client.get("/healthz").status_code == 200
     assert "Traceback" not in caplog.text
@@ -440,7 +440,7 @@ def test_sessions_end_with_their_owners_last_connection(hub):
             next(second.iter_bytes())
         time.sleep(GONE_S + 0.5)
         assert len(hub.sessions) == 2, "one connection is left"
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     while len(hub.sessions) > 1:
         assert time.monotonic() < deadline
         time.sleep(0.05)

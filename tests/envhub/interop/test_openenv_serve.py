@@ -66,7 +66,7 @@ class Line:
 
     async def ask(self, kind: str, **data: Any) -> dict[str, Any]:
         await self.ws.send_json({"type": kind, "data": data} if data else {"type": kind})
-        return await self.ws.receive_json(timeout=10.0)
+        return await self.ws.receive_json(timeout=60.0)
 
     async def refused(self, kind: str, **data: Any) -> str:
         answer = await self.ask(kind, **data)

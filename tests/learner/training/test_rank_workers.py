@@ -173,7 +173,7 @@ def broken(trainer: Trainer, workers: RankWorkers) -> dict[str, Any]:
         trainer.train_on(make_samples(), version=4)
     hung_for_s = time.monotonic() - started
     os.kill(pid_of(workers), signal.SIGKILL)
-    workers._workers[0].process.join(10)
+    workers._workers[0].process.join(60)
     with pytest.raises(LongstrideError) as checked:
         workers.check()
     with pytest.raises(LongstrideError) as trained:
@@ -305,7 +305,7 @@ def test_process_without_key_is_no_rank(tmp_path: Path) -> None:
         for process in processes:
             if process.pid is not None:
                 process.kill()
-                process.join(10)
+                process.join(60)
 
 
 def test_process_that_waits_for_a_dead_rank_ends() -> None:
@@ -313,7 +313,7 @@ def test_process_that_waits_for_a_dead_rank_ends() -> None:
     reader, writer = os.pipe()
     watch = LossWatch([reader], abort_s=0.05, end_process=ended.set)
     os.close(writer)  # The sentinel of a process that ends.
-    assert ended.wait(10.0)
+    assert ended.wait(60.0)
     watch.stop()
     os.close(reader)
 

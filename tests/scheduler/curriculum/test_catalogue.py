@@ -45,7 +45,7 @@ def hub_url() -> Iterator[str]:
 
 
 def test_fetch_returns_typed_catalogue_for_token(hub_url: str) -> None:
-    assert fetch_catalogue(hub_url, token="secret", timeout_s=5.0) == PARSED
+    assert fetch_catalogue(hub_url, token="secret", timeout_s=60.0) == PARSED
 
 
 def test_fetch_fails_at_once_for_a_refused_token(hub_url: str) -> None:

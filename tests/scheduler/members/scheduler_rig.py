@@ -20,7 +20,7 @@ from scheduler.main import serve
 from tests.configs import edited
 from tests.scheduler.builders import hello_of
 
-WAIT_S = 5.0
+WAIT_S = 60.0
 
 
 class Run:

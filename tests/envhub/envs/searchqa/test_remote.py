@@ -70,7 +70,7 @@ def serve() -> Iterator[Serve]:
         server.hold.set()
         server.shutdown()
         server.server_close()
-        thread.join(5.0)
+        thread.join(60.0)
 
 
 def search(url: str, timeout_s: float = 60.0) -> list[Passage]:
