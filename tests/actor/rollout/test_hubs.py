@@ -77,26 +77,28 @@ def test_other_hubs_replace_a_dead_hub() -> None:
     assert len(hub.opened) == 3
 
 
+@pytest.mark.slow
 def test_full_hub_is_waited_for_beyond_one_request(caplog: pytest.LogCaptureFixture) -> None:
-    hub = ToyHub(num_full=25)  # At least 0.05 s each.
+    hub = ToyHub(num_full=60)  # At least 0.05 s each.
 
     async def law(hubs: Hubs) -> None:
         assert await open_many(hubs, 1) == ["begin a-test-0"]
 
     with serve(hub.app()) as url:
-        play([place(url)], law, answer_s=0.5)
+        play([place(url)], law, answer_s=2.0)
     assert hub.num_full == 0
     assert caplog.text.count("episodes wait for a free session env=toy reason=full") == 1
 
 
+@pytest.mark.slow
 def test_full_hub_is_waited_for_beside_a_broken_one() -> None:
-    full, broken = ToyHub(num_full=25), ToyHub(is_broken=True)
+    full, broken = ToyHub(num_full=60), ToyHub(is_broken=True)
 
     async def law(hubs: Hubs) -> None:
         assert await open_many(hubs, 1) == ["begin a-test-0"]
 
     with serve(full.app()) as a, serve(broken.app()) as b:
-        play([place(a), place(b)], law, answer_s=0.5)
+        play([place(a), place(b)], law, answer_s=2.0)
     assert full.num_full == 0
 
 
