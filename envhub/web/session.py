@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from playwright.async_api import BrowserContext, Dialog, Page, Request
+from playwright.async_api import BrowserContext, Dialog, Page, Request, Response
 from playwright.async_api import Error as BrowserError
 from playwright.async_api import TimeoutError as BrowserTimeout
 
@@ -26,6 +26,9 @@ MAX_TABS = 8
 JPEG_QUALITY = 60
 GRACE_S = 10.0
 SERVER_ERROR = 500  # From this status on, the site has failed; a missing page is an answer.
+# Statuses by which a gateway reports that its site is away. The agent of an outside site may cause
+# another error of its server, and receives the page.
+AWAY = frozenset((502, 503, 504))
 NEW_TAB_TIMEOUT_S = 2.0
 FAR_CORNER = (VIEWPORT[0] - 1, VIEWPORT[1] - 1)
 # Beginnings of the browser's reasons why a page did not load: its site is away.
@@ -62,6 +65,7 @@ class WebSession:
     Args:
         may_go: returns whether `goto` may open an address. If the site of such an address does not
             respond, the session fails; an agent's way out of the sites is an answer.
+        is_own_site: the sites run in this process, so any error of a server fails the session.
     """
 
     def __init__(
@@ -71,8 +75,10 @@ class WebSession:
         *,
         may_go: Callable[[str], bool],
         action_timeout_s: float,
+        is_own_site: bool = False,
     ) -> None:
         self.context = context
+        self._is_own_site = is_own_site
         self._settings = settings
         self._may_go = may_go
         self._timeout_s = action_timeout_s
@@ -84,6 +90,7 @@ class WebSession:
         self._site_failure = ""
         context.on("page", self._add_tab)
         context.on("requestfailed", self._record_failure)
+        context.on("response", self._record_status)
         context.on("dialog", self._accept)
 
     @property
@@ -116,6 +123,13 @@ class WebSession:
         if is_page and reason.startswith(NO_ANSWER):
             self._site_failure = f"{request.url} does not respond: {reason}"
 
+    def _record_status(self, response: Response) -> None:
+        """Record a response that means that a site has failed."""
+        is_page = response.request.is_navigation_request() and self._may_go(response.url)
+        is_away = is_page and response.status in AWAY
+        if is_away or (self._is_own_site and response.status >= SERVER_ERROR):
+            self._site_failure = f"{response.url} answers with status {response.status}"
+
     async def _accept(self, dialog: Dialog) -> None:
         """Accept a dialog, and keep its text."""
         self.dialogs.append(f"{dialog.type}: {dialog.message}")
@@ -132,6 +146,7 @@ class WebSession:
 
         Raises: EnvFailure: an address does not respond.
         """
+        self._site_failure = ""
         tabs = list(self.tabs)
         for url in urls:
             page = tabs.pop(0) if tabs else await self._guard(self.context.new_page())
@@ -202,7 +217,7 @@ class WebSession:
             advance_ms: advance of the page's virtual clock; None: the session's `advance_ms`.
             has_places: include the position of every node.
 
-        Raises: EnvFailure: the page cannot be read, or its site does not respond.
+        Raises: EnvFailure: the page cannot be read, or its site has failed.
         """
         options = {
             "maxMs": self._settings.max_settle_ms,
@@ -251,12 +266,16 @@ class WebSession:
 
         Raises:
             InvalidAction: it is impossible here; the text is written for the agent.
-            EnvFailure: the browser is gone or hangs.
+            EnvFailure: the browser is gone or hangs, or a site has failed.
         """
         self.dialogs.clear()
         self._has_new_tab.clear()
         try:
             await self._guard(self._act(action))
+        except InvalidAction as error:
+            if self._site_failure:
+                raise EnvFailure(self._site_failure) from error
+            raise
         except BrowserTimeout:
             logger.debug("action is slow kind=%s", action.kind)
         except BrowserError as error:

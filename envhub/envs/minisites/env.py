@@ -213,7 +213,11 @@ class LocalWorld:
         await context.set_extra_http_headers({SESSION_HEADER: name})
         timeout_s = self._options.action_timeout_s
         session = WebSession(
-            context, SnapshotSettings(), may_go=may_go(set(SITES)), action_timeout_s=timeout_s
+            context,
+            SnapshotSettings(),
+            may_go=may_go(set(SITES)),
+            action_timeout_s=timeout_s,
+            is_own_site=True,
         )
         self._names[session] = name
         try:

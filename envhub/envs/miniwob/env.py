@@ -79,6 +79,7 @@ class MiniwobWorld:
             SNAPSHOT,
             may_go=lambda url: False,
             action_timeout_s=self._options.action_timeout_s,
+            is_own_site=True,
         )
         self._num_episodes[session] = 1
         return session

@@ -128,6 +128,25 @@ def test_site_that_ends_fails_the_session(way: str) -> None:
         rig.stop()
 
 
+@in_browser
+async def test_error_of_a_server_is_a_page_of_outside_sites_only(rig: Rig) -> None:
+    outside = await rig.session()
+    with pytest.raises(InvalidAction, match="status 500"):
+        await act(outside, "goto [http://site.test/crashed]")
+    page = await act(outside, "goto [http://site.test/crashing]")
+    assert find(page, "StaticText", "Fine")
+    own = await rig.session(is_own_site=True)
+    for name in ("crashed", "crashing"):
+        with pytest.raises(EnvFailure, match=r"site\.test/crashed answers with status 500"):
+            await act(own, f"goto [http://site.test/{name}]")
+        await own.open("http://site.test/")
+        assert (await own.snapshot()).title == "Home", "the next episode in this tab"
+    await own.close()
+    with pytest.raises(EnvFailure, match=r"site\.test/broken answers with status 503"):
+        await act(outside, "goto [http://site.test/broken]")
+    await outside.close()
+
+
 @on_session
 async def test_session_waits_for_fetches_and_accepts_dialogs(session: WebSession) -> None:
     page = await session.snapshot()

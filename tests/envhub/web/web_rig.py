@@ -49,6 +49,14 @@ def site_app() -> FastAPI:
     async def broken() -> HTMLResponse:
         return HTMLResponse("<p>You said hi</p>", status_code=503)
 
+    @app.get("/crashed")
+    async def crashed() -> HTMLResponse:
+        return HTMLResponse("<p>Server error</p>", status_code=500)
+
+    @app.get("/crashing")
+    async def crashing() -> HTMLResponse:
+        return HTMLResponse("<script>fetch('/crashed')</script><p>Fine</p>")
+
     @app.get("/slow")
     async def slow() -> HTMLResponse:
         await asyncio.sleep(0.1)
@@ -73,7 +81,7 @@ class Rig:
         """Run work in the rig's loop and returns its result."""
         return self._runner.run(work)
 
-    async def session(self) -> WebSession:
+    async def session(self, *, is_own_site: bool = False) -> WebSession:
         """Return a session with the home page open."""
         context = await self.browser.open_context()
         session = WebSession(
@@ -81,6 +89,7 @@ class Rig:
             SnapshotSettings(max_settle_ms=5000),
             may_go=lambda url: url.startswith("http://site.test/"),
             action_timeout_s=5.0,
+            is_own_site=is_own_site,
         )
         await session.open("http://site.test/")
         return session
