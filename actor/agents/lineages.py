@@ -108,14 +108,18 @@ class Lineages:
             messages, thoughts, tools: as in `Lineage`.
         """
         parent, num_shared = self._longest(ids)
-        chosen = [] if taken.experts is None else list(taken.experts)
         num_tokens = len(ids) - num_shared + len(taken.token_ids)
-        experts: list[np.ndarray | None] = [*chosen[num_shared:][:num_tokens]]
+        experts: list[np.ndarray | None] = []
+        if (chosen := taken.experts) is not None:
+            # Rows of copies: those of the turn would keep the record of its whole context.
+            experts += [*chosen[num_shared:][:num_tokens].copy()]
+            if parent is not None:
+                _complete_experts(parent, chosen)
         lineage = Lineage(
             parent=parent,
             num_shared=num_shared,
             added=[*ids[num_shared:], *taken.token_ids],
-            taken=taken,
+            taken=replace(taken, experts=None),
             turn=turn,
             messages=messages,
             thoughts=thoughts,
@@ -132,8 +136,6 @@ class Lineages:
             self._rows.append([lineage])
         (self._roots if parent is None else parent.children).append(lineage)
         self._all.append(lineage)
-        if parent is not None and chosen:
-            _complete_experts(parent, chosen)
         return lineage
 
     def _longest(self, ids: list[int]) -> tuple[Lineage | None, int]:
@@ -176,13 +178,13 @@ class Lineages:
                 num_prompt = len(lineage.added) - len(lineage.taken.token_ids)
                 start = tape.num_tokens
                 tape.observe(lineage.added[:num_prompt], turn)
-                tape.add(replace(lineage.taken, experts=None), turn)
+                tape.add(lineage.taken, turn)
                 recorded = enumerate(lineage.experts, start)
                 tape.experts.update((at, chosen) for at, chosen in recorded if chosen is not None)
         return tape
 
 
-def _complete_experts(parent: Lineage, chosen: list[np.ndarray]) -> None:
+def _complete_experts(parent: Lineage, chosen: np.ndarray) -> None:
     """Record the experts of a parent's tokens that have none, such as its last one.
 
     The engine chooses the experts of a token when it samples the next one.
@@ -193,4 +195,4 @@ def _complete_experts(parent: Lineage, chosen: list[np.ndarray]) -> None:
     for at in range(len(parent.experts)):
         place = parent.num_shared + at
         if parent.experts[at] is None and place < len(chosen):
-            parent.experts[at] = chosen[place]
+            parent.experts[at] = chosen[place].copy()

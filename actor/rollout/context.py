@@ -274,8 +274,11 @@ class Tape:
         if taken.experts is None:
             return
         start = self.starts[-1]
-        for at, chosen in enumerate(taken.experts[: self.num_in_context], start):
-            self.experts.setdefault(at, chosen)
+        rows = taken.experts[: self.num_in_context]
+        missing = [at for at in range(len(rows)) if start + at not in self.experts]
+        # Rows of a copy: those of the turn would keep the record of its whole context in memory.
+        places = (start + at for at in missing)
+        self.experts.update(zip(places, rows[missing], strict=True))
 
     def expert_columns(self) -> tuple[np.ndarray, np.ndarray]:
         """Return `expert_ids` and `expert_mask` of a trajectory, empty without records."""
@@ -293,7 +296,7 @@ class Tape:
         """Append the tokens of an answer or an observation to every column."""
         num_tokens = len(taken.token_ids)
         if taken.experts is not None:
-            chosen = taken.experts[self.num_in_context :][:num_tokens]
+            chosen = taken.experts[self.num_in_context :][:num_tokens].copy()
             self.experts.update(enumerate(chosen, self.num_tokens))
         if is_sampled and num_tokens:
             self._note_version(min(taken.versions), turn)

@@ -127,30 +127,43 @@ class RecordedTurn(NamedTuple):
     token_ids: "array[int]"
     logprobs: "array[float]"
     versions: "array[int]"
-    experts: np.ndarray | None
+    experts: np.ndarray | None  # Without the rows of the tokens that the turn before recorded.
+    num_earlier: int  # Number of these rows.
 
     @classmethod
-    def of(cls, prompt: str, taken: Turn) -> "RecordedTurn":
-        """Return the record of a turn."""
+    def of(cls, prompt: str, taken: Turn, *, num_earlier: int = 0) -> "RecordedTurn":
+        """Return the record of a turn, whose first tokens had experts in the turn before."""
+        experts = None if taken.experts is None else taken.experts[num_earlier:].copy()
         return cls(
             prompt,
             replace(taken, token_ids=[], logprobs=[], versions=[], experts=None),
             array("i", taken.token_ids),
             array("d", taken.logprobs),
             array("i", taken.versions),
-            taken.experts,
+            experts,
+            num_earlier,
         )
 
     @property
-    def taken(self) -> Turn:
-        """The turn as it was sampled."""
+    def bare(self) -> Turn:
+        """The turn as it was sampled, without its experts."""
         return replace(
             self.rest,
             token_ids=self.token_ids.tolist(),
             logprobs=self.logprobs.tolist(),
             versions=self.versions.tolist(),
-            experts=self.experts,
         )
+
+    def taken_after(self, before: np.ndarray | None) -> Turn:
+        """Return the turn as it was sampled; its first rows are experts of the turn before.
+
+        The first record of a token counts, so the rows that the engine made again are not stored.
+        """
+        experts = self.experts
+        if experts is not None and self.num_earlier:
+            assert before is not None  # It has the rows.
+            experts = np.concatenate([before[: self.num_earlier], experts])
+        return replace(self.bare, experts=experts)
 
 
 class RecordedStep(NamedTuple):
@@ -262,6 +275,9 @@ class Recording:
         self._lease = lease
         self._file = file
         self._turn = self._step = 0  # Next turn and step of the replay.
+        self._tokens = array("i")  # All tokens of the last turn whose experts are recorded.
+        self._num_rows = 0  # Number of its tokens with a record.
+        self._rows: np.ndarray | None = None  # Its record, during the replay.
         self._is_on = True
 
     def usable(self) -> "Recording":
@@ -291,6 +307,7 @@ class Recording:
     def replay(self, open_session: OpenSession, act: Act) -> tuple[OpenSession, Act]:
         """Return the functions that replay the record before they use the hub and the engine."""
         self._turn = self._step = 0
+        self._num_rows = 0
 
         async def open_recorded() -> EnvSession:
             session = await open_session()
@@ -317,7 +334,10 @@ class Recording:
                 took_s = time.monotonic() - asked
                 if taken.experts is not None and self._file is not None:
                     self._file.close()  # They are too large for it.
-                events.add_turn(RecordedTurn.of(prompt, replace(taken, earlier_s=took_s)))
+                timed = replace(taken, earlier_s=took_s)
+                num_earlier = self._num_earlier(ids)
+                events.add_turn(RecordedTurn.of(prompt, timed, num_earlier=num_earlier))
+                self._note_experts(ids, taken, is_replayed=False)
                 self._turn += 1
                 return taken
             recorded = events.turns[self._turn]
@@ -326,9 +346,23 @@ class Recording:
             self._turn += 1
             # The other tasks of the actor run between two turns: a replay may have thousands.
             await asyncio.sleep(0)
-            return recorded.taken
+            taken = recorded.taken_after(self._rows)
+            self._note_experts(ids, taken, is_replayed=True)
+            return taken
 
         return open_recorded, act_recorded
+
+    def _num_earlier(self, ids: list[int]) -> int:
+        """Return how many tokens of a prompt have experts of the turn that it continues."""
+        num = len(self._tokens)
+        return self._num_rows if self._num_rows and self._tokens == array("i", ids[:num]) else 0
+
+    def _note_experts(self, ids: list[int], taken: Turn, *, is_replayed: bool) -> None:
+        """Remember the tokens of a turn that have experts, for the turn that continues it."""
+        self._num_rows = 0 if taken.experts is None else len(taken.experts)
+        self._rows = taken.experts if is_replayed else None
+        if self._num_rows:
+            self._tokens = array("i", [*ids, *taken.token_ids])
 
     async def step(self, session: HubSession, action: str) -> HubStepResult:
         """Return a recorded result, or that of the session."""
@@ -462,7 +496,7 @@ class RecordFile:
                 line_of(
                     {
                         "opening": events.opening,
-                        "turns": [[turn.prompt, turn_as_json(turn.taken)] for turn in turns],
+                        "turns": [[turn.prompt, turn_as_json(turn.bare)] for turn in turns],
                         "action": step.action,
                         "result": asdict(step.result),
                     }

@@ -1,17 +1,20 @@
 """Laws of recorded experts on the way from the engine's turns to training rows."""
 
+import asyncio
+
 import numpy as np
 import pytest
 
-from actor.rollout.context import Turn
+from actor.rollout.context import Tape, Turn
 from actor.rollout.env_client import HubStepResult
 from actor.rollout.episode import EnvSession
+from actor.rollout.recording import Recordings
 from common.config.actor import AgentOptions, ContextKind
 from common.segments import RoutingShape, as_rows, joined, refusal_of_experts
 from common.wire.codec import decode, encode
 from common.wire.messages import Trajectory
 from learner.batch.batching import Sample
-from tests.actor.rollout.playing import Count, play
+from tests.actor.rollout.playing import LEASE, Count, play
 from tests.learner.builders import make_microbatches, make_trajectory
 
 
@@ -59,6 +62,51 @@ def test_each_token_keeps_the_experts_of_its_first_turn() -> None:
     places = got.expert_ids[:-1, 0, 1].tolist()
     assert places == list(range(len(got.token_ids) - 1))
     assert got.expert_ids[:-1, 0, 0].tolist() == (got.token_ids[:-1] % 64).tolist()
+
+
+ROW_BYTES = 4  # Two layers choose two experts for a token.
+
+
+def test_memory_of_experts_grows_with_the_tokens() -> None:
+    tape = Tape()
+    seen: list[int] = []
+    for number in range(20):
+        tape.observe([7] * 10, number)
+        taken = asyncio.run(act(tape.context, Count([]), seen))  # pyright: ignore
+        tape.record_experts(taken)
+        tape.add(taken, number)
+    assert tape.expert_columns()[1].sum() == 239
+    arrays = {id(row.base): row.base for row in tape.experts.values()}
+    assert sum(each.nbytes for each in arrays.values()) == 239 * ROW_BYTES
+
+
+def test_record_has_the_experts_of_a_token_once() -> None:
+    recording = Recordings(None).begin(LEASE)
+    seen: list[int] = []
+    tape = Tape()
+    replayed = Tape()
+
+    async def act_on(ids: list[int], session: EnvSession) -> Turn:
+        return await act(ids, session, seen)
+
+    async def take(into: Tape) -> None:
+        _, take_turn = recording.replay(lambda: None, act_on)  # pyright: ignore
+        for number in range(20):
+            if number == 10:
+                into.restart([9] * 30, number)
+            into.observe([7] * 10, number)
+            taken = await take_turn(into.context, Count([]))  # pyright: ignore
+            into.record_experts(taken)
+            into.add(taken, number)
+
+    asyncio.run(take(tape))
+    asyncio.run(take(replayed))
+    assert len(seen) == 20, "the second time all turns are recorded ones"
+    for ours, theirs in zip(tape.expert_columns(), replayed.expert_columns(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    stored = [turn.experts for turn in recording.events.turns]
+    num_bytes = sum(each.nbytes for each in stored if each is not None)
+    assert num_bytes == int(tape.expert_columns()[1].sum()) * ROW_BYTES
 
 
 def test_segments_have_the_experts_of_their_own_context() -> None:

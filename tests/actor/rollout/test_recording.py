@@ -476,7 +476,7 @@ def test_events_after_a_full_disk_follow_those_of_the_file(tmp_path: Path) -> No
     assert [(step.action, step.num_turns) for step in events.steps] == [
         (str(number), number + 1) for number in range(5)
     ]
-    assert [turn.taken.token_ids for turn in events.turns] == [[number] for number in range(5)]
+    assert [turn.bare.token_ids for turn in events.turns] == [[number] for number in range(5)]
     assert events.num_steps == events.num_turns == 5
 
 
