@@ -1,10 +1,11 @@
 """Small servers in the shapes of AgentGym's dialects, for driving them without AgentGym."""
 
 import asyncio
+import json
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import PlainTextResponse, Response
 
 TOOLS = ("weather", "movie", "academia", "todo", "sheet")
 
@@ -24,6 +25,7 @@ class Stub:
         self.fault = ""
         self.is_gone = False  # WebArena's browser
         self.told = ""  # BabyAI's step answers.
+        self.score = 0.0  # Of BabyAI's steps.
         self.app = FastAPI()
         if dialect == "alfworld":
             self._add_alfworld()
@@ -89,7 +91,9 @@ class Stub:
 
         @self.app.post("/step")
         async def step():
-            return start | {"observation": self.told}
+            # JSON of Python, which has infinity.
+            reply = start | {"observation": self.told, "score": self.score}
+            return Response(json.dumps(reply), media_type="application/json")
 
         @self.app.post("/close")
         async def close():

@@ -1,6 +1,7 @@
 """Laws of driving AgentGym servers: our own routes, and stubs in the shapes of the others."""
 
 import asyncio
+import math
 from typing import Any
 
 import httpx
@@ -135,6 +136,14 @@ def test_babyai_seeing_nothing_is_no_refusal(text, is_valid):
     with serve_app(stub.app) as url:
         _, (result,) = asyncio.run(driven("babyai", url, "Action: turn left"))
     assert result.is_valid is is_valid
+
+
+@pytest.mark.parametrize("score", [math.inf, math.nan])
+def test_score_that_is_not_finite_is_no_reward(score):
+    stub = Stub("babyai")
+    stub.told, stub.score = "done", score
+    with serve_app(stub.app) as url, pytest.raises(EnvFailure, match="is not a finite number"):
+        asyncio.run(driven("babyai", url, "Action: turn left"))
 
 
 @pytest.mark.parametrize(("dialect", "is_success"), [("babyai", True), ("sciworld", False)])
