@@ -37,7 +37,7 @@ def serve(talk: Talk) -> list[str]:
         listener = socket.create_server(("127.0.0.1", 0))
         await server.start(listener)
         reader, writer = await asyncio.open_connection(*listener.getsockname())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await talk(reader, writer)
             writer.close()
             while server.state.connections:
@@ -116,7 +116,8 @@ def test_expect_continue_header_gets_a_100_response() -> None:
 def test_malformed_request_is_refused_with_its_code(
     sent: bytes, status: int, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http, "BODY_S", 1.0)
+    if status == 408:
+        monkeypatch.setattr(http, "BODY_S", 1.0)
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(sent)

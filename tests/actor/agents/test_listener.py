@@ -111,6 +111,7 @@ def test_agent_samples_over_tls_with_a_trusted_certificate() -> None:
 def test_stranger_without_a_key_holds_no_body_and_no_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    usual_s = (strangers.FIRST_BYTE_S, strangers.KEY_S)
     monkeypatch.setattr(strangers, "FIRST_BYTE_S", 0.3)
     monkeypatch.setattr(strangers, "KEY_S", 0.3)
 
@@ -124,6 +125,8 @@ def test_stranger_without_a_key_holds_no_body_and_no_connection(
             with contextlib.suppress(ConnectionResetError):
                 assert await reader.read() == b""
             slow.close()
+            monkeypatch.setattr(strangers, "FIRST_BYTE_S", usual_s[0])
+            monkeypatch.setattr(strangers, "KEY_S", usual_s[1])
             body = b"x" * (1 << 20)
             status, told = await at.post(CHAT, body, key="wrong")
             assert (status, told["error"]["code"]) == (401, "invalid_api_key")
@@ -193,9 +196,14 @@ FLOODS = {
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 @pytest.mark.parametrize("sent", FLOODS.values(), ids=FLOODS)
 def test_flood_shuts_no_client_with_a_key_out(
-    sent: bytes, loop: Callable[[], asyncio.AbstractEventLoop], has_tls: bool
+    sent: bytes,
+    loop: Callable[[], asyncio.AbstractEventLoop],
+    has_tls: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The client has the flood's address: the hardest case."""
+    for limit in ("FIRST_BYTE_S", "HANDSHAKE_S", "KEY_S"):
+        monkeypatch.setattr(strangers, limit, 60.0)  # The flood does not end by itself.
     scheme = "https" if has_tls else "http"
     tls: dict[str, Any] = {}
     if has_tls:
@@ -221,7 +229,7 @@ def test_flood_shuts_no_client_with_a_key_out(
                             f"{at.server.url}/v1/models",
                             headers=headers,
                             ssl=trust,
-                            timeout=aiohttp.ClientTimeout(total=20),
+                            timeout=aiohttp.ClientTimeout(total=120),
                         ) as answer,
                     ):
                         assert answer.status == 200
