@@ -32,7 +32,7 @@ from common.user_code import ImportedFunction, load_function
 from learner.journal.index import EpisodeIndex
 from learner.journal.metrics import BEFORE_FIRST_STEP, MetricsSink
 from learner.views import evaluations
-from learner.wandb_sink import WandbSink, check_mode, evaluation_scores
+from learner.wandb_sink import WandbSink, check_mode, evaluation_scores, title_of
 
 logger = logging.getLogger(__name__)
 
@@ -330,16 +330,18 @@ class Mlflow:
         from mlflow.exceptions import MlflowException  # pyright: ignore[reportMissingImports]
         from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
+        title = title_of(run_dir, cfg, job)
+        runs = run_dir.root.resolve().parents[1 if job else 0]
         job = f"-{job}" if job else ""
         is_set = bool(os.environ.get("MLFLOW_TRACKING_URI"))
-        here = f"sqlite:///{run_dir.root.resolve().parent / 'mlflow.db'}"
+        here = f"sqlite:///{runs / 'mlflow.db'}"
         self._client = client = MlflowClient(None if is_set else here)
         name = cfg.log.wandb_project
 
         def create() -> str:
             experiment = client.get_experiment_by_name(name)
             identity = experiment.experiment_id if experiment else client.create_experiment(name)
-            return client.create_run(identity, run_name=f"{cfg.run.name}{job}").info.run_id
+            return client.create_run(identity, run_name=title).info.run_id
 
         path = run_dir.root / f"mlflow_id{job}"
         self._run_id, is_new = _kept_id(path, create)
@@ -382,10 +384,10 @@ class Trackio:
     def __init__(self, run_dir: RunDir, cfg: RunConfig, job: str) -> None:
         import trackio  # pyright: ignore[reportMissingImports]
 
-        job = f"-{job}" if job else ""
         # Runs of one name continue each other in trackio, so the name has an id.
-        make = lambda: f"{cfg.run.name}{job}-{secrets.token_hex(4)}"  # noqa: E731
-        name, _ = _kept_id(run_dir.root / f"trackio_id{job}", make)
+        make = lambda: f"{title_of(run_dir, cfg, job)}-{secrets.token_hex(4)}"  # noqa: E731
+        suffix = f"-{job}" if job else ""
+        name, _ = _kept_id(run_dir.root / f"trackio_id{suffix}", make)
         self._run = trackio.init(
             project=cfg.log.wandb_project,
             name=name,

@@ -279,7 +279,7 @@ class WandbSink:
         assert self.mode is not WandbMode.AUTO  # `choose_mode` never returns AUTO.
         self._run = wandb.init(
             project=cfg.log.wandb_project,
-            name=f"{cfg.run.name}{job}",
+            name=title_of(run_dir, cfg, self._job),
             id=id_path.read_text(encoding="utf-8").strip(),
             resume="allow" if self.mode is WandbMode.ONLINE else None,
             dir=str(run_dir.root),
@@ -288,6 +288,11 @@ class WandbSink:
             settings=settings,
         )
         self._run.define_metric("*", step_metric="step")
+
+
+def title_of(run_dir: RunDir, cfg: RunConfig, job: str) -> str:
+    """Return the title of a run in a tracker. The folder of another command is `NAME/JOB`."""
+    return f"{run_dir.root.parent.name}-{job}" if job else cfg.run.name
 
 
 def evaluation_scores(name: str, scored: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -36,10 +36,10 @@ def config(*trackers: str) -> RunConfig:
     return RunConfig(log=log, model=ModelSection(path="m"), run=RunSection(name="a"))
 
 
-def write(root: Path, cfg: RunConfig, *steps: int, resumed: int = -1) -> RunDir:
-    """Log a value 10 * step in each step, as one life of a learner."""
-    run_dir = RunDir(root=root / "runs" / "a")
-    sinks = open_trackers(run_dir, cfg, resumed_at_step=resumed)
+def write(root: Path, cfg: RunConfig, *steps: int, resumed: int = -1, job: str = "") -> RunDir:
+    """Log a value 10 * step in each step, as one life of a learner or of another command."""
+    run_dir = RunDir(root=root / "runs" / "a" / job)
+    sinks = open_trackers(run_dir, cfg, job=job, resumed_at_step=resumed)
     writer = MetricsWriter(run_dir, sinks, resumed_at_step=resumed)
     for step in steps:
         writer.log(step, {"loss/policy": 10.0 * step, "reward/x y(z)": 1.0})
@@ -238,6 +238,24 @@ def test_mlflow_continues_its_run_after_a_restart(
 
 
 @pytest.mark.slow
+def test_other_command_has_the_store_and_the_name_of_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow")
+    pytest.importorskip("trackio")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    cfg = config("mlflow", "trackio")
+    write(tmp_path, cfg, 1)
+    part = replace(cfg, run=RunSection(name="sft", dir="runs/a"))  # As `command_part`.
+    run_dir = write(tmp_path, part, 1, job="sft")
+    with sqlite3.connect(tmp_path / "runs" / "mlflow.db") as store:
+        named = store.execute("select name from runs order by name").fetchall()
+    assert named == [("a",), ("a-sft",)]
+    assert (run_dir.root / "trackio_id-sft").read_text(encoding="utf-8").startswith("a-sft-")
+
+
+@pytest.mark.slow
 def test_mlflow_continues_in_a_new_run_if_its_run_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -273,12 +291,12 @@ def test_trackio_continues_its_run_after_a_restart(
 @pytest.mark.skipif(HAS_ALL, reason="the other tests have run with the real libraries")
 def test_laws_hold_with_the_real_libraries() -> None:
     python = python_with("tensorboard==2.21.0", "mlflow==3.17.2", "trackio==0.43.0", sees_ours=True)
-    names = "continues or beside_each_other"
+    names = "continues or beside_each_other or other_command"
     options = ["-q", "-W", "default", "-p", "no:cacheprovider", "-k", names]
     command = [python, "-m", "pytest", __file__, *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=280)
     assert done.returncode == 0, done.stdout[-3000:]
-    assert done.stdout.startswith("..... "), done.stdout[-3000:]  # Five have run.
+    assert done.stdout.startswith("...... "), done.stdout[-3000:]  # Six have run.
 
 
 @pytest.mark.slow
