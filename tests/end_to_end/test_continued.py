@@ -45,21 +45,25 @@ def journalled(run: Run) -> dict[str, Trajectory]:
     return {each.episode_id: each for _, each in read_journal(run.root / "journal")}
 
 
+def continued_in(run: Run, recorded: dict[str, EpisodeEvents]) -> dict[str, Trajectory]:
+    """Return the recorded episodes that ended after the kill, and not shortly before it."""
+    ended = journalled(run)
+    return {k: v for k, v in ended.items() if k in recorded and v.attempt == 1}
+
+
 def test_episodes_of_a_killed_actor_continue(tmp_path: Path) -> None:
     with Run(tmp_path, *OVERRIDES) as run:
         run.wait_until(lambda: len(records(run)) >= 2)
         os.kill(run.role_pid("actor"), signal.SIGKILL)
         recorded = records(run)
-        run.wait_until(lambda: bool(recorded.keys() & journalled(run).keys()))
+        run.wait_until(lambda: bool(continued_in(run, recorded)))
         run.process.send_signal(signal.SIGTERM)
         run.wait(timeout_s=60.0)
-        played = {k: v for k, v in journalled(run).items() if k in recorded}
-    continued = {k: v for k, v in played.items() if v.attempt == 1}
-    assert continued
+        continued = continued_in(run, recorded)
     for episode_id, trajectory in continued.items():
         turns = recorded[episode_id].turns[: recorded[episode_id].steps[-1].num_turns]
-        tokens = [token for turn in turns for token in turn.taken.token_ids]
-        versions = [version for turn in turns for version in turn.taken.versions]
+        tokens = [token for turn in turns for token in turn.token_ids]
+        versions = [version for turn in turns for version in turn.versions]
         sampled = trajectory.loss_mask
         assert trajectory.token_ids[sampled][: len(tokens)].tolist() == tokens
         assert trajectory.versions[sampled][: len(tokens)].tolist() == versions
