@@ -196,6 +196,7 @@ class Host:
 
 def as_json(result: StepResult) -> dict[str, Any]:
     """Return a step's result in plain types. Raises: ValueError: a reward is not in [0, 1]."""
+    reward = checked_reward("reward", result.reward)
     seat_rewards = result.seat_rewards
     if seat_rewards is not None:
         rewards = enumerate(seat_rewards)
@@ -204,7 +205,7 @@ def as_json(result: StepResult) -> dict[str, Any]:
     check_finite("score", score)
     return {
         "observation": str(result.observation),
-        "reward": checked_reward("reward", result.reward),
+        "reward": reward,
         "done": bool(result.done),
         "is_valid": bool(result.is_valid),
         "is_success": bool(result.is_success),

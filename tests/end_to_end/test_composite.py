@@ -90,7 +90,7 @@ def test_run_trains_the_language_model_and_keeps_the_rest(
     more: tuple[str, ...], tmp_path: Path
 ) -> None:
     start = save_composite(FAMILY, tmp_path / "start")
-    for num_steps in (2, 4):  # The second start continues from the first one's checkpoint.
+    for num_steps in (2, 8):  # The second start continues from the first one's checkpoint.
         written = trained(start, tmp_path, *more, f"train.num_steps={num_steps}")
         check_written(start, written)
     check_scored(tmp_path)
