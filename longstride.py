@@ -36,7 +36,7 @@ __all__ = [
     "train",
 ]
 
-if __name__ == "__main__":  # As the console script: `python -m longstride`.
+if __name__ == "__main__":  # `python -m longstride` is the console script.
     from run import run
 
     run()

@@ -19,7 +19,7 @@ def links() -> set[Path]:
     """Return the folders of short links that belong to the user without an entry."""
     found: set[Path] = set()
     for path in Path("/tmp").glob("ls????????"):
-        with contextlib.suppress(FileNotFoundError):  # That of another run, which has ended.
+        with contextlib.suppress(FileNotFoundError):  # A link of a run that has just ended.
             if path.lstat().st_uid == NO_ONE:
                 found.add(path)
     return found

@@ -247,7 +247,9 @@ def test_other_command_has_the_store_and_the_name_of_its_run(
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     cfg = config("mlflow", "trackio")
     write(tmp_path, cfg, 1)
-    part = replace(cfg, run=RunSection(name="sft", dir="runs/a"))  # As `command_part`.
+    part = replace(
+        cfg, run=RunSection(name="sft", dir="runs/a")
+    )  # The configuration that `command_part` makes.
     run_dir = write(tmp_path, part, 1, job="sft")
     with sqlite3.connect(tmp_path / "runs" / "mlflow.db") as store:
         named = store.execute("select name from runs order by name").fetchall()

@@ -24,8 +24,8 @@ class Stub:
         self.steps: list[dict[str, Any]] = []
         self.fault = ""
         self.is_gone = False  # WebArena's browser
-        self.told = ""  # BabyAI's step answers.
-        self.score = 0.0  # Of BabyAI's steps.
+        self.observation = ""  # BabyAI's step answers.
+        self.score = 0.0  # Score in the answers to BabyAI's steps.
         self.app = FastAPI()
         if dialect == "alfworld":
             self._add_alfworld()
@@ -92,7 +92,7 @@ class Stub:
         @self.app.post("/step")
         async def step():
             # JSON of Python, which has infinity.
-            reply = start | {"observation": self.told, "score": self.score}
+            reply = start | {"observation": self.observation, "score": self.score}
             return Response(json.dumps(reply), media_type="application/json")
 
         @self.app.post("/close")

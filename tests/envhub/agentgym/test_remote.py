@@ -132,7 +132,7 @@ def test_several_actions_are_refused_without_request(hub):
 )
 def test_babyai_seeing_nothing_is_no_refusal(text, is_valid):
     stub = Stub("babyai")
-    stub.told = text
+    stub.observation = text
     with serve_app(stub.app) as url:
         _, (result,) = asyncio.run(driven("babyai", url, "Action: turn left"))
     assert result.is_valid is is_valid
@@ -141,7 +141,7 @@ def test_babyai_seeing_nothing_is_no_refusal(text, is_valid):
 @pytest.mark.parametrize("score", [math.inf, math.nan])
 def test_score_that_is_not_finite_is_no_reward(score):
     stub = Stub("babyai")
-    stub.told, stub.score = "done", score
+    stub.observation, stub.score = "done", score
     with serve_app(stub.app) as url, pytest.raises(EnvFailure, match="is not a finite number"):
         asyncio.run(driven("babyai", url, "Action: turn left"))
 

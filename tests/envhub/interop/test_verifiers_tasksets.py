@@ -102,12 +102,12 @@ def described(folder: Path, taskset: str, *, first: int = 0, **options: object) 
     (folder / "tiny_words.py").write_text(WORDS, encoding="utf-8")
     (folder / "tiny_talk.py").write_text(TALK, encoding="utf-8")
     own = {"python": python_with(VERIFIERS), "path": ".", "start_timeout_s": 250.0}
-    told = {
+    described = {
         **own,
         **options,
         "taskset": {"id": taskset, "first": first} if first else {"id": taskset},
     }
-    (folder / "tasks.yaml").write_text(yaml.safe_dump(told), encoding="utf-8")
+    (folder / "tasks.yaml").write_text(yaml.safe_dump(described), encoding="utf-8")
     return f"verifiers:{folder / 'tasks.yaml'}"
 
 
@@ -115,20 +115,20 @@ def play(spec: EnvSpec, episodes: dict[str, list[str]]) -> dict[str, list[Any]]:
     """Return each item's observations in order; an error ends them."""
 
     async def all_of() -> dict[str, list[Any]]:
-        told: dict[str, list[Any]] = {}
+        answers: dict[str, list[Any]] = {}
         for item, actions in episodes.items():
             env: Any = spec.make(Style.COMPACT)
-            told[item] = []
+            answers[item] = []
             try:
-                told[item].append(await env.reset(item, 0))
+                answers[item].append(await env.reset(item, 0))
                 for action in actions:
-                    told[item].append(await env.step(action))
+                    answers[item].append(await env.step(action))
             except EnvFailure as error:
-                told[item].append(str(error))
+                answers[item].append(str(error))
             await env.close()
         assert spec.stop is not None
         await spec.stop()
-        return told
+        return answers
 
     return asyncio.run(all_of())
 
@@ -227,8 +227,8 @@ def test_error_of_the_player_ends_the_episode_with_its_name(tmp_path: Path) -> N
     options = {"python": sys.executable, "path": ".", "taskset": {"id": "broken"}, "timeout_s": 20}
     (tmp_path / "tasks.yaml").write_text(yaml.safe_dump(options), encoding="utf-8")
     spec = Registry([f"verifiers:{tmp_path / 'tasks.yaml'}"]).spec("tasks")
-    told = play(spec, {"all-train-0": [], "all-train-1": []})
-    (library,), (ours,) = told.values()
+    answers = play(spec, {"all-train-0": [], "all-train-1": []})
+    (library,), (ours,) = answers.values()
     assert library == "verifiers taskset 'broken': KeyError: 'no such trace'"
     assert ours.startswith("verifiers taskset 'broken': TypeError: 'NoneType' object")
 
@@ -240,7 +240,7 @@ def test_task_scores_itself_and_its_failure_is_no_reward(tmp_path: Path) -> None
     spec = Registry([reference]).spec("tasks")
     assert (spec.subsets["all"].num_train, spec.subsets["all"].num_test) == (20, 20)
     said = ["Thought: easy.\nAction: I say 3, of course", "x" * 60]
-    told = play(
+    answers = play(
         spec,
         {
             "all-train-3": said[:1],
@@ -249,14 +249,14 @@ def test_task_scores_itself_and_its_failure_is_no_reward(tmp_path: Path) -> None
             "all-train-4": ["\ud800", said[0]],
         },
     )
-    assert told["all-train-3"][0] == "Be short.\n\nSay 3."
-    assert told["all-test-3"][0] == "Be short.\n\nSay 43."
-    assert figures(told["all-train-3"][1]) == (pytest.approx(18 / 60), True, True, True)
-    assert figures(told["all-test-3"][1]) == (1.0, True, True, False)
-    assert told["all-train-7"][1].startswith("verifiers taskset 'tiny_words': TaskError")
-    assert "the judge is away" in told["all-train-7"][1]
-    assert figures(told["all-train-4"][1]) == (0.0, False, False, False)
-    assert told["all-train-4"][2].done
+    assert answers["all-train-3"][0] == "Be short.\n\nSay 3."
+    assert answers["all-test-3"][0] == "Be short.\n\nSay 43."
+    assert figures(answers["all-train-3"][1]) == (pytest.approx(18 / 60), True, True, True)
+    assert figures(answers["all-test-3"][1]) == (1.0, True, True, False)
+    assert answers["all-train-7"][1].startswith("verifiers taskset 'tiny_words': TaskError")
+    assert "the judge is away" in answers["all-train-7"][1]
+    assert figures(answers["all-train-4"][1]) == (0.0, False, False, False)
+    assert answers["all-train-4"][2].done
 
 
 @pytest.mark.long
@@ -266,7 +266,7 @@ def test_taskset_environment_has_turns_tools_and_its_own_process(tmp_path: Path)
     spec = Registry([reference]).spec("tasks")
     assert (spec.subsets["all"].num_train, spec.subsets["all"].num_test) == (3, 1)
     ring = f"Action: {json.dumps({'tool': 'ring', 'arguments': {'times': 2}})}"
-    told = play(
+    answers = play(
         spec,
         {
             "all-train-0": [ring, '{"tool": "sing"}', "Action: one", "Action: two"],
@@ -275,16 +275,21 @@ def test_taskset_environment_has_turns_tools_and_its_own_process(tmp_path: Path)
             "all-test-0": ["one", "three"],
         },
     )
-    first, rung, sung, then, end = told["all-train-0"]
+    first, rung, sung, then, end = answers["all-train-0"]
     assert "- ring: Ring the bell." in first
     assert first.endswith("What is first?")
     assert rung.observation.strip() == "ding ding"
     assert not sung.is_valid
     assert then.observation == "And after that?"
     assert figures(end) == (1.0, True, True, True)
-    assert "its process has ended with exit code 9" in told["all-train-1"][2]
-    assert "the episode was cancelled by its taskset" in told["all-train-2"][2]
-    assert figures(told["all-test-0"][2]) == (0.0, True, True, False)  # It runs in another process.
+    assert "its process has ended with exit code 9" in answers["all-train-1"][2]
+    assert "the episode was cancelled by its taskset" in answers["all-train-2"][2]
+    assert figures(answers["all-test-0"][2]) == (
+        0.0,
+        True,
+        True,
+        False,
+    )  # It runs in another process.
 
 
 @pytest.mark.long
@@ -293,8 +298,8 @@ def test_episode_at_taskset_limit_has_a_final_score(tmp_path: Path) -> None:
     limit = {"env": {"pupil": {"max_turns": 2}}, "min_reward": -2.0, "max_reward": 2.0}
     spec = Registry([described(tmp_path, "tiny_talk", **limit)]).spec("tasks")
     ring = json.dumps({"tool": "ring", "arguments": {"times": 1}})
-    told = play(spec, {"all-train-0": [ring, ring], "all-train-1": ["one", "two"]})
-    (_, on, cut), (_, _, end) = told.values()
+    answers = play(spec, {"all-train-0": [ring, ring], "all-train-1": ["one", "two"]})
+    (_, on, cut), (_, _, end) = answers.values()
     assert (spec.start_score, on.reward) == (0.5, 0.5)
     assert (cut.done, cut.is_truncated, cut.reward) == (True, False, 0.5)
     assert [each.metrics for each in (cut, end)] == [{"at_limit": 1.0}, {"at_limit": 0.0}]
@@ -306,8 +311,8 @@ def test_episode_at_taskset_limit_has_a_final_score(tmp_path: Path) -> None:
 def test_its_taskset_is_trained_and_evaluated_here(tmp_path: Path) -> None:
     reference = described(tmp_path, "tiny_words")
     where = [f"envhub.envs=[{reference}]", "tasks=[{env: tasks, subset: all}]"]
-    told = ["train.num_steps=2", "eval.num_items=2"]
-    with Run(tmp_path, *where, *told) as run:
+    sizes = ["train.num_steps=2", "eval.num_items=2"]
+    with Run(tmp_path, *where, *sizes) as run:
         assert run.wait() == 0, run.output
         assert run.left_over() == []
     ledger = run.read("ledger.json")
