@@ -164,9 +164,9 @@ class BfclEnv:
         # The package names its objects by the model. A new name gives this episode its own.
         self._name = f"episode{next(NUMBERS)}"
         missed = self._entry.get("missed_function", {})
-        excluded = {*self._entry.get("excluded_function", [])}
-        tools = [each for name in self._entry["involved_classes"] for each in class_tools(name)]
-        self._all_tools = [each for each in tools if each["name"] not in excluded]
+        # As in BFCL, `excluded_function` of an entry has no effect.
+        classes = self._entry["involved_classes"]
+        self._all_tools = [each for name in classes for each in class_tools(name)]
         self._hidden = {int(turn): {*names} for turn, names in missed.items()}
         self._execute([])
         self._first = self._question(0)
@@ -242,7 +242,11 @@ class BfclEnv:
         )
 
     def _num_right(self) -> int:
-        """Return the number of turns, from the first one, that BFCL's checker accepts."""
+        """Return the number of turns, from the first one, that BFCL's checker accepts.
+
+        As in BFCL's evaluation, a needless call is wrong only if it changes a state that is
+        checked: also in a turn that lacks a tool or a value.
+        """
         checker: Any = optional_package(f"{CHECKER}.multi_turn_checker", EXTRA)
         made = [[[call] for call in calls] for calls in self._turns]
         last = min(self._turn, len(made))
@@ -250,13 +254,15 @@ class BfclEnv:
         with CALLS:
             for number in range(1, last + 1):
                 name = f"{self._name}check{number}"
-                check = functools.partial(
-                    checker.multi_turn_checker, made[:number], answers[:number], {**self._entry}
+                verdict = checker.multi_turn_checker(
+                    multi_turn_model_result_list_decoded=made[:number],
+                    multi_turn_ground_truth_list=answers[:number],
+                    test_entry={**self._entry},
+                    test_category=self._entry["id"].rsplit("_", 1)[0],
+                    model_name=name,
                 )
-                verdict = check(self._entry["id"].rsplit("_", 1)[0], name)
-                refused = checker.multi_turn_irrelevance_checker(made[:number], answers[:number])
                 _forget_objects(name)
-                if not (verdict["valid"] and refused["valid"]):
+                if not verdict["valid"]:
                     return number - 1
         return last
 

@@ -280,7 +280,8 @@ def offered_keywords(
     """Return the keywords of a reward or step function, and the record's columns.
 
     Names of the keywords win over equal names of columns, but `answer`, `ground_truth` and
-    `solution_str` are the columns if the record has them.
+    `solution_str` are the columns if the record has them. `data.answer` wins over `answer` and
+    `ground_truth`.
     """
     num_asked = len(question.messages)
     is_chat = question.is_conversational
@@ -297,7 +298,7 @@ def offered_keywords(
     }
     names = {"answer": question.answer, "ground_truth": question.ground_truth}
     names["solution_str"] = completion
-    columns = {str(name): value for name, value in record.items()}
+    columns = {str(name): value for name, value in record.items() if name not in question.replaced}
     return keywords, {**names, **columns}
 
 

@@ -89,7 +89,10 @@ def files_of(key: str, path: Path, split: str) -> list[Path]:
     is_named = any(_is_of(name, file.relative_to(path)) for name in NAMED for file in files)
     if not of_split and is_named:
         names = ", ".join(str(file.relative_to(path)) for file in files[:5])
-        raise ConfigError(f"{where}: no file of the split {split!r}; the files are {names}")
+        raise ConfigError(
+            f"{where}: no file of the split {split!r}; the files are {names}. Set data.train_split,"
+            " data.validation_split and data.eval_split, or name files"
+        )
     _check_parts(where, split, [file.relative_to(path) for file in of_split])
     return of_split or files
 
@@ -232,17 +235,31 @@ def commit_of(files: list[Path]) -> str:
     return files[0].parent.name if files else ""
 
 
-NAMED = ("train", "test", "validation", "valid", "dev", "eval")
+NAMED = (
+    *("train", "training", "trainset", "validation", "valid", "val", "dev"),
+    *("test", "testing", "testset", "eval", "evaluation"),
+)
 
 
 def _is_of(split: str, path: Path) -> bool:
-    """Return whether a file or one of its folders is named after a split, as train-00000-of-2."""
-    return any(_is_named(split, part) for part in path.parts)
+    """Return whether a file belongs to a split by its first word that names a split.
+
+    Example: train-00000-of-2.parquet, gsm8k_train.jsonl and train/test_cases.jsonl are of `train`.
+    """
+    first = next(filter(None, (_named(split, part) for part in path.parts)), None)
+    return first == split.lower()
 
 
 def _is_named(split: str, part: str) -> bool:
-    """Return whether a name begins with the name of a split."""
-    return part == split or part.startswith((f"{split}-", f"{split}.", f"{split}_"))
+    """Return whether a file or a folder is named after a split."""
+    return _named(split, part) == split.lower()
+
+
+def _named(split: str, part: str) -> str | None:
+    """Return the first word of a name that is `split` or a usual name of one; None for none."""
+    words = "|".join(sorted({re.escape(split.lower()), *NAMED}, key=len, reverse=True))
+    match = re.search(rf"(?<![a-z])(?:{words})(?![a-z])", part.lower())
+    return None if match is None else match[0]
 
 
 def _saved_files(where: str, folder: Path) -> list[Path]:

@@ -24,6 +24,12 @@ LATEX_FRACTION = re.compile(r"\\[dtc]?frac\s?(?:\{([^{}]{1,200})\}\s?\{([^{}]{1,
 GROUPED = re.compile(r"(?<=\d)(?:\\[,!; ]|\{,\}|[\u00a0\u2007\u2009\u202f'\u2019_])(?=\d{3})")
 # Groups of thousands with a space: "10 000".
 SPACED = re.compile(r"(?<![\w.,/^])([1-9]\d{0,2}(?: \d{3})+)(?![\w/^])")
+# Signs apart from their number: "x = - 5" and "\boxed{-\,5}", a whole text such as "- 5", "-(1/2)".
+# Elsewhere a sign with a space is a dash, an operator or the mark of a list.
+GAP = r"(?:[^\S\n]|\\[,;:! ]){1,3}(?=\\?[$€£¥]?\s?[\d.]|\\[dtc]?frac)"
+APART = re.compile(rf"((?:[=≈~<>(\[{{:,|][ \t]{{0,3}}|\$)[-+]){GAP}")
+ALONE = re.compile(rf"\A([\s*$]*[-+]){GAP}(?=(?:\\[dtc]?frac|\d|[^\w\n])*\s*\Z)")
+BRACKETED = re.compile(r"(?<![\w)\]}.])([-+])(?:\\left)?\(\s?([\d.,/]{1,200})\s?(?:\\right)?\)")
 NUMBER = re.compile(
     r"(?P<sign>(?<![\w)\]}.])[-+](?:\\?[$€£¥]\s?)?|)"
     r"(?P<digits>\d[\d.,]*|\.\d+)"
@@ -115,7 +121,9 @@ def read_number(text: str) -> Number | None:
 def plain_digits(text: str) -> str:
     """Return a text whose digits, signs, fractions and exponents are written in ASCII."""
     text = ascii_digits(text)
-    text = LATEX_FRACTION.sub(_plain_fraction, text)
+    for sign in (APART, ALONE):
+        text = sign.sub(r"\1", text)
+    text = BRACKETED.sub(r"\1\2", LATEX_FRACTION.sub(_plain_fraction, text))
     text = GROUPED.sub("", text)
     return SPACED.sub(lambda m: m[0].replace(" ", ""), text)
 

@@ -30,6 +30,7 @@ ANSWERS = (
     "completion",
     "target",
 )
+REFERENCES = frozenset({"answer", "ground_truth"})  # Keywords with the reference answer.
 ROLES = ("system", "user", "assistant", "tool")
 TEXT_FILES = (".txt", ".md", ".jinja", ".j2")
 JSON_MESSAGES = re.compile(r"\s*\[\s*\{\s*\"")  # The start of a list of objects.
@@ -48,6 +49,8 @@ class Question:
     messages: list[Message]
     is_conversational: bool  # The record's own prompt is a list of messages.
     answer: str | None  # The reference answer as the record has it.
+    # Keywords that have the reference answer of data.answer, and not the column of their name.
+    replaced: frozenset[str] = frozenset()
 
     @property
     def ground_truth(self) -> str | None:
@@ -85,6 +88,8 @@ class PromptMaker:
         self._answer = options.answer or _first_of(ANSWERS, first)
         if options.answer and value_at(first, options.answer) is None:
             raise ConfigError(_no_column("data.answer", options.answer, first))
+        chosen = {options.answer} if options.answer else REFERENCES
+        self.replaced = REFERENCES - chosen
         self._is_plain = options.template == DatasetOptions().template
         self._template = compile_template("data.template", read_text(options.template))
         system = read_text(options.system)
@@ -116,9 +121,14 @@ class PromptMaker:
         return messages if is_messages else value
 
     def raw_prompt(self, record: Record, place: str) -> str:
-        """Return the prompt as text, to compare records. Raises: ConfigError: a template fails."""
+        """Return the prompt as text, to compare records, without an answer of the assistant.
+
+        Raises: ConfigError: a template fails.
+        """
         if self._is_plain and self._system_template is None:
-            return json.dumps(value_at(record, self._column), default=str)
+            prompt = self._prompt_of(record)
+            is_answered = isinstance(prompt, list) and prompt[-1].get("role") == "assistant"
+            return json.dumps(prompt[:-1] if is_answered else prompt, default=str)
         return json.dumps(self.make(record, place).messages, default=str)
 
     def answer(self, record: Record, place: str) -> str | None:
@@ -148,6 +158,7 @@ class PromptMaker:
             messages=messages,
             is_conversational=isinstance(value, list),
             answer=_answer_text(answer),
+            replaced=self.replaced,
         )
 
     def _system_of(self, record: Record, place: str) -> str:

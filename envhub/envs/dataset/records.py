@@ -6,7 +6,8 @@ import logging
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ class Dataset:
         record = data_split.record(index)
         answer = (
             record["ground_truth"]
-            if "ground_truth" in record
+            if "ground_truth" in record and "ground_truth" not in self.prompts.replaced
             else self.prompts.answer(record, data_split.place(index))
         )
         return "" if answer is None else str(answer)
@@ -139,9 +140,23 @@ def load_dataset(options: DatasetOptions) -> Dataset:
     if validation is not None:
         paths.append(validation)
         files.append(tuple(files_of("data.validation", validation, options.validation_split)))
+    _check_shared(options, files)
     stamps = tuple((str(f), f.stat().st_mtime_ns, f.stat().st_size) for own in files for f in own)
     settings = json.dumps({name: getattr(options, name) for name in DATA_SETTINGS})
     return _load(settings, tuple(paths), stamps)
+
+
+def _check_shared(options: DatasetOptions, files: Sequence[Sequence[Path]]) -> None:
+    """Raise ConfigError if a file has the records of two splits."""
+    names = ["train", *filter(partial(getattr, options), ("eval", "validation"))]
+    resolved = [{path.resolve() for path in own} for own in files]
+    for first, second in combinations(range(len(names)), 2):
+        if shared := resolved[first] & resolved[second]:
+            name = names[second]
+            raise ConfigError(
+                f"data.{name}={getattr(options, name)}: {min(shared)} is also a file of"
+                f" data.{names[first]}; name other files"
+            )
 
 
 def _find_validation(

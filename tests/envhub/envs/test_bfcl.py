@@ -18,6 +18,7 @@ from common.config.envs import EnvsSection
 from envhub.catalogue.registry import Registry, missing_requirements
 from envhub.env import SPLITS, Style
 from envhub.envs.bfcl import load_scenarios, split_numbers
+from bfcl_eval.utils import load_dataset_entry
 import bfcl_eval.eval_checker.multi_turn_eval.multi_turn_utils as utils
 
 assert missing_requirements(["bfcl"]) == []
@@ -59,6 +60,26 @@ env = begun(f"base-train-{item}")
 env.step('Action: {"tool": "mkdir", "arguments": {"dir_name": "more"}}')
 wrong = finished(env)
 assert wrong.reward == 0.0 and wrong.metrics["bfcl_turns_right"] == 0.0
+# As in BFCL's evaluation, a call without an effect is no fault in a turn that lacks a value.
+scenarios = load_scenarios("miss_param")
+number = next(
+    n
+    for n in numbers["train"]
+    if [] in scenarios[n].answers and "GorillaFileSystem" in scenarios[n].entry["involved_classes"]
+)
+env = begun(f"miss_param-train-{numbers['train'].index(number)}")
+while env._turn < scenarios[number].answers.index([]):
+    env.step(env.expert_action())
+assert env.step('{"tool": "pwd", "arguments": {}}').is_valid
+assert finished(env).reward == 1.0
+# The first turn offers the tools that BFCL's own loader offers.
+for number, entry in enumerate(load_dataset_entry("multi_turn_miss_func")):
+    split = next(each for each in SPLITS if number in numbers[each])
+    if number < 20:
+        env = begun(f"miss_func-{split}-{numbers[split].index(number)}")
+        offered = [each["name"] for each in env.item_tools()]
+        assert offered == [each["name"] for each in entry["function"]], number
+        env.close()
 # Two episodes of one item do not share their files.
 one, two = begun(f"base-train-{item}"), begun(f"base-train-{item}")
 one.step('{"tool": "mkdir", "arguments": {"dir_name": "mine"}}')

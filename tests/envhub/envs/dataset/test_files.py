@@ -122,6 +122,26 @@ def test_missing_path_is_refused_unless_it_is_a_name_of_the_hub() -> None:
             find_data("data.train", given)
 
 
+@pytest.mark.parametrize(
+    "name", ["gsm8k_{}.jsonl", "data.{}.jsonl", "{}/test_cases.jsonl", "{}-0.jsonl", "my {}2.jsonl"]
+)
+def test_file_belongs_to_the_first_split_of_its_name(tmp_path: Path, name: str) -> None:
+    for split, records in (("Train", RECORDS[:1]), ("test", RECORDS[1:])):
+        path = tmp_path / name.format(split)
+        path.parent.mkdir(exist_ok=True)
+        write_lines(path, records)
+    assert read(tmp_path) == RECORDS[:1]
+    assert read(tmp_path, "test") == RECORDS[1:]
+
+
+def test_folder_of_other_split_names_is_refused(tmp_path: Path) -> None:
+    for name in ("training", "testing"):
+        write_lines(tmp_path / f"{name}.jsonl", RECORDS)
+    with pytest.raises(ConfigError, match=r"no file of the split 'train'.*Set data\.train_split"):
+        read(tmp_path)
+    assert read(tmp_path, "training") == RECORDS
+
+
 def test_folder_with_two_datasets_is_refused_by_name(tmp_path: Path) -> None:
     for name in ("main", "socratic"):
         (tmp_path / name).mkdir()

@@ -58,6 +58,20 @@ def test_copies_of_held_out_prompts_are_not_trained(
     assert "copies of held-out prompts are not trained" in caplog.text
 
 
+def test_copy_with_another_answer_in_its_messages_is_not_trained(tmp_path: Path) -> None:
+    records = [
+        {
+            "messages": [
+                {"role": "user", "content": f"question {number // 2}"},
+                {"role": "assistant", "content": f"answer {number}"},
+            ]
+        }
+        for number in range(40)
+    ]
+    dataset = load(tmp_path, records, eval_size=10)
+    assert not {*prompts(dataset)} & {*prompts(dataset, "test")}
+
+
 def test_copies_of_held_out_prompts_are_trained_if_there_are_no_others(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -213,6 +227,14 @@ def test_training_data_as_evaluation_data_is_refused(tmp_path: Path) -> None:
     copy = write_lines(tmp_path / "copy.jsonl", NUMBERED)
     with pytest.raises(ConfigError, match=r"it has the same content as data\.train"):
         load(tmp_path, eval=str(copy))
+
+
+def test_file_of_two_splits_is_refused(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_lines(tmp_path / f"{name}.jsonl", NUMBERED)
+    path = tmp_path / "two.jsonl"
+    with pytest.raises(ConfigError, match=r"data\.eval=.*two\.jsonl is also a file of data\.train"):
+        load_dataset(DatasetOptions(train=str(tmp_path), eval=str(path)))
 
 
 def test_digest_changes_with_content_and_item_settings(tmp_path: Path) -> None:

@@ -53,6 +53,15 @@ def test_function_of_trl_may_not_apply_to_a_record(tmp_path: Path) -> None:
         played(make(tmp_path, reward="user:trl_of_others"), "7")
 
 
+def test_chosen_answer_wins_over_columns_of_the_keywords(tmp_path: Path) -> None:
+    record = {"prompt": "2+2?", "answer": "5", "ground_truth": "6", "mine": "4"}
+    for reward in ("exact_number", "user:trl_without_logs"):
+        chosen = make(tmp_path, [record], reward=reward, answer="mine")
+        assert played(chosen, "4").reward == 1.0
+        assert played(chosen, "5").reward == played(chosen, "6").reward == 0.0
+    assert played(make(tmp_path, [record], reward="exact_number"), "6").reward == 1.0
+
+
 @pytest.mark.parametrize("reward", ["exact_text", "exact_number"])
 @pytest.mark.parametrize("answer", [None, " "])
 def test_record_without_a_reference_answer_is_refused(
@@ -287,6 +296,29 @@ def test_last_number_of_a_text_is_read(text: str, number: str | None) -> None:
 def test_last_number_is_read_as_it_is_written(text: str, number: str | None) -> None:
     read = last_number(text)
     assert (None if read is None else str(read)) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("x = - 5", "-5"),
+        ("(3, - 5)", "-5"),
+        ("- 5.", "-5"),
+        ("$- 5$", "-5"),
+        ("- $5", "-5"),
+        ("-\\,5", "-5"),
+        ("- \\frac{1}{2}", "-1/2"),
+        ("\\frac{- 1}{2}", "-1/2"),
+        ("-(1/2)", "-1/2"),
+        ("10 - 5", "5"),
+        ("3-(5)", "5"),
+        ("Options:\n- 5\n- 7", "7"),
+        ("the answer - 5", "5"),
+    ],
+)
+def test_sign_apart_from_its_number_is_read(text: str, number: str) -> None:
+    assert str(last_number(text)) == number
+    assert exact_number(f"\\boxed{{{text}}}", number) == 1.0
 
 
 @pytest.mark.parametrize("answer", ["#### 18 ####", "#### 18\n####\n", "#### 17\n#### 18"])
