@@ -83,11 +83,12 @@ def test_wheel_has_each_file_of_the_packages(wheel: Path) -> None:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """Clone the repository, with the files of this tree that make a release."""
+    """Clone the repository, with this tree's files that make a release, and one change."""
     folder = tmp_path / "release" / "clone"
     subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
-    for name in (".ci/release", "pyproject.toml", "CHANGELOG.md"):
+    for name in (".ci/release", "pyproject.toml"):
         (folder / name).write_bytes((ROOT / name).read_bytes())
+    (folder / "CHANGELOG.md").write_text("# Changelog\n\n## [Unreleased]\n- New.\n", "utf-8")
     commit = ["git", "-C", str(folder), "commit", "-qam", "tree", "--allow-empty"]
     subprocess.run(commit, env=environment_of(folder), check=True)
     return folder
@@ -141,15 +142,24 @@ def test_release_refuses_a_changed_tree_by_the_names_of_its_files(clone: Path) -
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_release_names_the_missing_section_of_the_changelog(clone: Path) -> None:
-    changes = clone / "CHANGELOG.md"
-    text = changes.read_text(encoding="utf-8").replace("] - Unreleased", "] - 2026-01-01")
-    changes.write_text(text, encoding="utf-8")
+@pytest.mark.parametrize(
+    ("unreleased", "problem"),
+    [
+        ("", "the section of this release is missing: ## [Unreleased]"),
+        (
+            "## [Unreleased]\n### Learning\n\n",
+            "the section [Unreleased] is empty; list the changes there",
+        ),
+    ],
+)
+def test_release_without_changes_is_refused(clone: Path, unreleased: str, problem: str) -> None:
+    text = f"# Changelog\n\n{unreleased}## [0.0.1] - 2026-01-01\n- Old.\n"
+    (clone / "CHANGELOG.md").write_text(text, encoding="utf-8")
     commit = ["git", "-C", str(clone), "commit", "-qam", "released"]
     subprocess.run(commit, env=environment_of(clone), check=True)
     done = release(clone, "7.8.9")
     assert done.returncode == 1
-    assert done.stderr.endswith(" its heading would be: ## [7.8.9] - Unreleased\n")
+    assert done.stderr == f"CHANGELOG.md: {problem}\n"
 
 
 @pytest.mark.slow
@@ -185,7 +195,9 @@ def test_release_has_its_version_in_tag_changelog_packages_and_images(
     done = release(clone, "7.8.9", "--build-arg", "BASE=mirror/debian:12")
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
-    assert "## [7.8.9] - 20" in (clone / "CHANGELOG.md").read_text(encoding="utf-8")
+    changes = (clone / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert changes.startswith("# Changelog\n\n## [Unreleased]\n\n## [7.8.9] - 20")
+    assert changes.endswith("\n- New.\n")
     assert git(clone, "tag").split() == ["v7.8.9"]
     assert git(clone, "status", "--porcelain") == ""
     source = clone / "dist" / "longstride-7.8.9.tar.gz"
