@@ -17,7 +17,8 @@ def run(request: ParsedCommand) -> int:
     if path is not None and not path.parent.is_dir():
         raise ConfigError(f"--json={path}: the folder of this file does not exist; create it")
     cfg = requested.on_loopback(settings.load_evaluation(request))
-    settings.check_evaluation(cfg, missing=missing_for(cfg, is_to_train=False))
+    missing = missing_for(cfg, is_to_train=False)
+    settings.check_evaluation(cfg, missing=missing, is_dry=request.is_dry)
     preflight.warn_of_unread_keys(cfg)
     if not cfg.policy.url:
         check_prompts(cfg)

@@ -17,9 +17,10 @@ from common.errors import ConfigError
 from common.formats.answers import check_tools
 from common.formats.chat_template import template_at
 from common.repository import ROOT
+from learner.policy.model_kind import check_kind
 from learner.policy.model_shape import read_shape
 from learner.training.shards import check_whole
-from tools.checks.hub_models import resolve_models
+from tools.checks.hub_models import is_unfetched, resolve_models
 from tools.checks.preflight import check_agent, check_engine, check_model
 from tools.checks.served_engines import fitting_overrides
 from tools.cli.command_line import ParsedCommand
@@ -54,18 +55,22 @@ def load_evaluation(request: ParsedCommand) -> EvalConfig:
 
 def _with_models(request: ParsedCommand, defaults: Sequence[str]) -> EvalConfig:
     """Return the config with the folders of its models."""
-    cfg: EvalConfig = resolve_models(load_named(request, defaults=defaults))
+    cfg: EvalConfig = load_named(request, defaults=defaults)
+    cfg = resolve_models(cfg, is_dry=request.is_dry)
     return plain_models(cfg, is_dry=request.is_dry, is_trained=False)
 
 
-def check_evaluation(cfg: EvalConfig, *, missing: Sequence[str]) -> None:
+def check_evaluation(cfg: EvalConfig, *, missing: Sequence[str], is_dry: bool) -> None:
     """Check that the evaluation can start.
+
+    Args:
+        is_dry: weights that a start downloads are not required.
 
     Raises: ConfigError: the environments, the policy or the engine lack a requirement.
     """
     if missing:
         raise ConfigError("; ".join(missing))
-    check_policy(cfg)
+    check_policy(cfg, is_dry=is_dry)
     if not cfg.policy.url:
         check_own_engine(cfg)
         check_agent(cfg.actor)
@@ -78,8 +83,11 @@ def check_own_engine(cfg: RunConfig) -> None:
     check_engine_args(cfg.actor.engine_args)
 
 
-def check_policy(cfg: EvalConfig) -> None:
+def check_policy(cfg: EvalConfig, *, is_dry: bool = False) -> None:
     """Check the tasks and the policy before anything starts.
+
+    Args:
+        is_dry: weights that a start downloads are not required.
 
     Raises:
         ConfigError: no task or item, no such checkpoint or key, or a tokenizer that does not fit
@@ -96,10 +104,18 @@ def check_policy(cfg: EvalConfig) -> None:
             )
         read_key(cfg.policy)
         return
-    check_model(cfg.model.path)
+    _check_checkpoint(cfg, is_dry=is_dry)
     check_tools(cfg.actor.format, ROOT / cfg.model.path, template=template_at(cfg.model))
     _check_vocabulary(ROOT / cfg.model.path, cfg.model.path)
     check_rendering(cfg)
+
+
+def _check_checkpoint(cfg: EvalConfig, *, is_dry: bool) -> None:
+    """Check the checkpoint at `model.path`, without weights that a start downloads."""
+    if is_dry and is_unfetched(cfg.model.path):
+        check_kind(ROOT / cfg.model.path, key="model.path", shown=cfg.model.path)
+    else:
+        check_model(cfg.model.path)
 
 
 def _check_vocabulary(folder: Path, shown: str) -> None:
@@ -131,7 +147,7 @@ def _overrides_key(request: ParsedCommand, key: str) -> bool:
 
 def _fitting(cfg: EvalConfig, request: ParsedCommand) -> list[str]:
     """Return overrides that fit the model; [] if it has the shape of the configured policy."""
-    check_model(cfg.model.path)
+    _check_checkpoint(cfg, is_dry=request.is_dry)
     shape = read_shape(ROOT / cfg.model.path)
     others = [each for each in request.overrides if _key(each).strip() != "model.path"]
     configured = load_named(replace(request, overrides=others)).model.path

@@ -10,6 +10,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
+import run
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
@@ -257,6 +258,19 @@ def test_dry_run_names_the_weights_that_a_start_downloads(tmp_path: Path, cached
     check_dry(dry)
     with pytest.raises(ConfigError, match=r"algorithm\.reference_path=.*: "):
         check(dry)
+
+
+@pytest.mark.slow
+def test_dry_evaluation_names_the_weights_that_a_start_downloads(
+    tmp_path: Path, cached: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (cached / "snapshots" / NEW / "model.safetensors").unlink()
+    argv = ["eval", "--config", "smoke", f"model.path={NAME}", f"run.dir={tmp_path}"]
+    assert run.main([*argv, "--dry-run"]) == 0
+    assert f"# download: model.path needs model.safetensors of {NAME}\n" in capsys.readouterr().out
+    hub_models._resolve.cache_clear()
+    assert run.main(argv) == 2
+    assert "the cache lacks model.safetensors of" in capsys.readouterr().err
 
 
 def test_all_keys_of_models_take_names(tmp_path: Path, cached: Path) -> None:
