@@ -88,7 +88,8 @@ def clone(tmp_path: Path) -> Path:
     subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
     for name in (".ci/release", "pyproject.toml"):
         (folder / name).write_bytes((ROOT / name).read_bytes())
-    (folder / "CHANGELOG.md").write_text("# Changelog\n\n## [Unreleased]\n- New.\n", "utf-8")
+    changes = "# Changelog\n\n## [Unreleased]\n- New.\n"
+    (folder / "CHANGELOG.md").write_text(changes, encoding="utf-8")
     commit = ["git", "-C", str(folder), "commit", "-qam", "tree", "--allow-empty"]
     subprocess.run(commit, env=environment_of(folder), check=True)
     return folder
