@@ -30,7 +30,14 @@ from common.functions.process import pack
 from common.text import counted
 from envhub.env import EnvFailure, EnvSpec, Isolation, StepResult, Style, SubsetSpec, parse_item
 from envhub.envs.dataset.files import Record
-from envhub.envs.dataset.generators import FORM, instruction_for, is_generated, load_generated
+from envhub.envs.dataset.generators import (
+    FORM,
+    NO_ANSWER,
+    GeneratedRecords,
+    instruction_for,
+    is_generated,
+    load_generated,
+)
 from envhub.envs.dataset.judges.judge import probe_of
 from envhub.envs.dataset.prompts import SUBMIT, Message, Question, read_tools, tools_of, value_at
 from envhub.envs.dataset.records import SUBSET, Dataset, load_dataset
@@ -38,7 +45,6 @@ from envhub.envs.dataset.rewards import RewardSum, load_rewards
 from envhub.interop.texts import BadAction, arguments_of, parse_json
 
 MARGIN_S = 10.0  # Seconds of a step beyond the limits of its functions.
-NO_ANSWER = "I do not know."
 SUBMIT_TOOL = {
     "name": SUBMIT,
     "description": "Ends the episode with your answer.",
@@ -376,6 +382,9 @@ def load_task(section: EnvsSection) -> Task:
     rewards.check(*offered)
     for each in datasets.values():
         _check_references(each, rewards)
+        records = each.splits["train"].records
+        if isinstance(records, GeneratedRecords) and rewards.verifies:
+            records.check_verifier()
     if step is not None:
         check_keywords(f"data.step={options.step}", step, {**offered[1], **offered[0]})
     functions = [*rewards.functions, *filter(None, [step])]

@@ -425,7 +425,29 @@ def _read_table(where: str, path: Path) -> Iterator[Record]:
 def _read_arrow(where: str, path: Path) -> Iterator[Record]:
     """Yield the records of a Parquet file, or of a file with an Arrow stream."""
     reader = "from_parquet" if suffix_of(path) == ".parquet" else "from_file"
-    yield from _by_datasets(where, f"Dataset.{reader}", str(path)).to_list()
+    records = _by_datasets(where, f"Dataset.{reader}", str(path)).to_list()
+    yield from map(_without_added_nulls, records)
+
+
+# Objects whose fields differ between records: schemas of tools, calls, and their arguments.
+VARIED = ("tool_calls", "parameters", "input_schema", "inputSchema", "arguments")
+
+
+def _without_added_nulls(value: Any, *, is_varied: bool = False) -> Any:
+    """Return a value without the nulls that Arrow adds to tools and calls.
+
+    Arrow gives all objects of a column the same fields, so a tool would have the arguments of all
+    others as nulls.
+    """
+    if isinstance(value, list):
+        return [_without_added_nulls(each, is_varied=is_varied) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: _without_added_nulls(each, is_varied=is_varied or name in VARIED)
+        for name, each in value.items()
+        if each is not None or not is_varied
+    }
 
 
 def _by_datasets(where: str, function: str, *arguments: Any, **options: Any) -> Any:

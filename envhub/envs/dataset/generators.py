@@ -15,11 +15,11 @@ from typing import Any
 
 from common.config.envs import DatasetOptions
 from common.errors import ConfigError, EnvFailure
-from common.functions.calls import GraderProcess, shipped_function, start_process
+from common.functions.calls import GraderProcess, UserFunction, shipped_function, start_process
 from common.text import known_hint
 from envhub.env import SPLITS
 from envhub.envs.dataset.files import Record
-from envhub.envs.dataset.graders import generated_texts
+from envhub.envs.dataset.graders import LIBRARIES, generated_texts, verifier
 from envhub.envs.dataset.prompts import PromptMaker
 from envhub.envs.dataset.records import SUBSET, Dataset, DataSplit
 from envhub.envs.dataset.rewards import GENERATED
@@ -35,6 +35,9 @@ DEFAULT_SIZES = {"train": 10_000, "validation": 200, "test": 200}
 NUM_CACHED = 4096
 GENERATE_S = 60.0  # Most seconds in which an entry is generated.
 GENERATE = shipped_function("generator", generated_texts, library=LIBRARY)
+VERIFIER = "verifier"
+VERIFY = shipped_function(VERIFIER, verifier, library=LIBRARIES[VERIFIER])
+NO_ANSWER = "I do not know."
 FORM = "<answer>{}</answer>"
 INSTRUCTION = f"Answer the question. Give only the final answer as {FORM.format('ANSWER')}."
 
@@ -65,10 +68,17 @@ class EntryMaker:
 
     def texts(self, record: Record) -> Record:
         """Return the question and the answer of a record. Raises: EnvFailure: generation fails."""
+        return self._call(GENERATE, {"record": record})
+
+    def score(self, record: Record, completion: str) -> float:
+        """Return the score of an answer to a record. Raises: EnvFailure: the verifier fails."""
+        return self._call(VERIFY, {"record": record, "completion": completion})
+
+    def _call(self, function: UserFunction, keywords: dict[str, Any]) -> Any:
         with self._lock:
             if self._process is None or self._process.failure:
-                self._process = start_process([GENERATE])
-            return self._process.call(GENERATE, {"record": record}, timeout_s=GENERATE_S)
+                self._process = start_process([GENERATE, VERIFY])
+            return self._process.call(function, keywords, timeout_s=GENERATE_S)
 
 
 class GeneratedRecords(Sequence[Record]):
@@ -86,6 +96,19 @@ class GeneratedRecords(Sequence[Record]):
 
     def __len__(self) -> int:
         return self._size
+
+    def check_verifier(self) -> None:
+        """Raise ConfigError if the verifier pays in full for an answer that is none."""
+        record = self[0]
+        try:
+            score = self._maker.score(record, NO_ANSWER)
+        except EnvFailure:  # An error is no full score. The episodes report it.
+            return
+        if score >= 1:
+            raise ConfigError(
+                f"data.train={PREFIX}{self._task}: its verifier pays 1 for {NO_ANSWER!r}; set"
+                " another reward, such as reward=exact_text"
+            )
 
     def __getitem__(self, index: Any) -> Any:
         """Return a record.

@@ -57,10 +57,16 @@ OTHER_DIGIT = re.compile(r"[^\W0-9_]|[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝
 
 
 def final_answer(text: str) -> str:
-    """Return the text after the last `####`, else in the last `\\boxed{}`, else the whole text."""
+    """Return the text after the last `####`, else in the last `\\boxed{}` or <answer> tags.
+
+    A text without these marks is returned as it is.
+    """
     tail = text.rstrip().removesuffix(FINAL).rpartition(FINAL)[2]
     boxed = _last_boxed(tail)
-    return (tail if boxed is None else boxed).strip()
+    if boxed is not None:
+        return boxed.strip()
+    tagged = TAGGED.findall(tail)
+    return (tagged[-1] if tagged else tail).strip()
 
 
 def _last_boxed(text: str) -> str | None:

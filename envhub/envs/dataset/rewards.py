@@ -118,7 +118,13 @@ class RewardTerm:
         """The most seconds that the function's calls and the waits between them take."""
         waits_s = BACKOFF_S * (2**self.retries - 1)
         overrun_s = OVERRUN_S + self.user.load_s
-        return (self.timeout_s + overrun_s) * (1 + self.retries) + waits_s
+        num_calls = 1 + self.retries + self._checks_timeouts
+        return (self.timeout_s + overrun_s) * num_calls + waits_s
+
+    @property
+    def _checks_timeouts(self) -> bool:
+        """Whether a call that reached its limit is compared with one of an empty answer."""
+        return self.user.is_shipped and self.timeout_score is not None
 
     def offered(self, keywords: Keywords, columns: Keywords) -> dict[str, Any]:
         """Return the keywords of a call; with TRL's signature, each is a list of one value.
@@ -216,6 +222,8 @@ class RewardTerm:
             except EnvFailure as error:
                 if attempt == self.retries:
                     if isinstance(error, Ungraded) and self.timeout_score is not None:
+                        if self._checks_timeouts:
+                            await self._check_without_answer(caller, offered, place, error)
                         shown = (self.name, place, self.timeout_score, error)
                         logger.warning("reward=%s is no match for %s: worth %g reason=%s", *shown)
                         return self.timeout_score, dict.fromkeys(counted, 1.0)
@@ -224,6 +232,23 @@ class RewardTerm:
                     raise EnvFailure(f"{what} ({self.user.reference})") from error
                 await asyncio.sleep(BACKOFF_S * 2**attempt)
         raise AssertionError("unreachable")
+
+    async def _check_without_answer(
+        self, caller: Caller, offered: Keywords, place: str, ended: Ungraded
+    ) -> None:
+        """Check that a call with an empty answer returns in time.
+
+        Otherwise the answer did not cause the time-out: a busy machine, or the entry of a
+        generated task, takes as long. Raises: EnvFailure.
+        """
+        without = {**offered, "completion": ""}
+        try:
+            await caller.call(self.user, without, timeout_s=self.timeout_s)
+        except EnvFailure as error:
+            raise EnvFailure(
+                f"reward {self.name} failed on {place}: {ended}; an empty answer fails, too:"
+                f" {error} ({self.user.reference})"
+            ) from error
 
 
 Term = RewardTerm | JudgeTerm
@@ -287,6 +312,11 @@ class RewardSum:
             and term.user.is_shipped
             and "ground_truth" in term.user.needed
         ]
+
+    @property
+    def verifies(self) -> bool:
+        """Whether a reward is the verifier of a generated task."""
+        return any(user.is_shipped and user.reference == "verifier" for user in self.functions)
 
     @property
     def judges(self) -> list[Judge]:

@@ -51,6 +51,15 @@ assert load_dataset(dapo.dataset).question("train", 1).messages == DAPO[1]["prom
 assert [played(dapo, text, item=1).reward for text in ("Answer: 16", "Answer: 4")] == [1.0, 0.0]
 write(folder / "dapo.parquet", DAPO)
 assert read(folder / "dapo.parquet") == DAPO
+# Arrow gives a tool the arguments of all others, as nulls.
+kind = {"type": "string"}
+tools = [{"name": n, "parameters": {"type": "object", "properties": {n: kind}}} for n in "ab"]
+calls = [{"name": n, "arguments": {n: None, "of": [n]}} for n in "ab"]
+row = {"prompt": "?", "tools": tools, "tool_calls": calls, "more": None}
+write(folder / "tools.parquet", [row])
+(record,) = read(folder / "tools.parquet")
+assert record["tools"] == tools and record["more"] is None
+assert [each["arguments"] for each in record["tool_calls"]] == [{"of": ["a"]}, {"of": ["b"]}]
 dataset_of(GSM8K).save_to_disk(folder / "one", num_shards=2)
 assert read(folder / "one") == GSM8K
 splits = {"train": GSM8K, "test": GSM8K[:1]}

@@ -5,6 +5,7 @@ import datetime
 import decimal
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from common.functions.calls import NUM_WARM, Caller, Ungraded, UserFunction, loa
 from common.functions.process import pack, unpack
 from common.repository import ROOT
 from envhub.env import EnvFailure
+from envhub.envs.dataset.rewards import RewardTerm
 from tests.envhub.envs.dataset.made import make, played, run
 
 FUNCTIONS = """
@@ -37,6 +39,10 @@ async def waits(completion):
         time.sleep(60)
     await asyncio.sleep(0.1)
     return 1.0
+
+
+def sleeps(completion):
+    time.sleep(60)
 
 
 def dies(completion):
@@ -221,6 +227,24 @@ def test_time_limit_of_a_function_is_worth_its_score(tmp_path: Path) -> None:
     assert (result.metrics or {})["reward_match_timeout"] == 1.0
     quick = played(make(tmp_path, reward={"match": entry}), "ab")
     assert (quick.reward, (quick.metrics or {})["reward_match_timeout"]) == (1.0, 0.0)
+
+
+def test_time_out_without_an_answer_fails_a_shipped_reward(tmp_path: Path) -> None:
+    term = RewardTerm(
+        name="match",
+        user=replace(loaded(tmp_path, "backtracks"), is_shipped=True),
+        weight=1.0,
+        least=0.0,
+        most=1.0,
+        timeout_s=0.5,
+        retries=0,
+        timeout_score=0.0,
+    )
+    offered = {"messages": [], "num_asked": 0, "completion": LOCKED}
+    assert run(term.value(Caller([term.user]), offered, {}, "record 1"))[0] == 0.0
+    slow = replace(term, user=replace(loaded(tmp_path, "sleeps"), is_shipped=True))
+    with pytest.raises(EnvFailure, match=r"record 1: no answer within.*an empty answer fails, too"):
+        run(slow.value(Caller([slow.user]), offered, {}, "record 1"))
 
 
 def test_file_of_a_package_uses_relative_imports(tmp_path: Path) -> None:

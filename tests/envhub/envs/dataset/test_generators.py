@@ -91,6 +91,7 @@ for data, words in (
     (section(options={"leg": {}}), "data.options.leg: data.train=reasoning_gym:chain_sum has no"),
     (section(shuffle=3), "data.shuffle=3: has no effect with data.train=reasoning_gym:TASK"),
     (section(train_size=0), "no record is left for training"),
+    (section("reasoning_gym:game_of_life_halting"), "its verifier pays 1 for 'I do not know.'"),
     (
         section(options={"chain_sum": {"max_terms": 1, "min_terms": 1, "max_digits": 1}}),
         "",

@@ -321,6 +321,11 @@ def test_sign_apart_from_its_number_is_read(text: str, number: str) -> None:
     assert exact_number(f"\\boxed{{{text}}}", number) == 1.0
 
 
+def test_text_in_answer_tags_is_the_final_answer() -> None:
+    assert exact_text("So <answer>no</answer> or <answer> True </answer>.", "true") == 1.0
+    assert exact_number("<answer>5</answer>, as 2 and 3 are.", "5") == 1.0
+
+
 @pytest.mark.parametrize("answer", ["#### 18 ####", "#### 18\n####\n", "#### 17\n#### 18"])
 def test_mark_after_the_final_answer_does_not_hide_it(answer: str) -> None:
     assert exact_number(answer, "18") == 1.0
