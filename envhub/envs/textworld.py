@@ -94,15 +94,15 @@ class TextworldEnv:
         return self._first
 
     def step(self, action: str) -> StepResult:
-        """Play one command. A command of the interpreter is refused without a step."""
+        """Play one command. Several commands, or one of the interpreter, are refused."""
         if self._is_done:
             raise RuntimeError("step before reset, or after the episode has ended")
         command = " ".join(action_text(action).lower().split())
-        if why := why_refused(command):
+        admissible = [each.lower() for each in self._state.admissible_commands or []]
+        if command not in admissible and (why := why_refused(command)):
             shown = self._with_commands(why)
             return StepResult(observation=shown, reward=self._score(), done=False, is_valid=False)
         with CALLS:
-            admissible = self._state.admissible_commands or []
             self._state, _, is_over = self._env.step(command)
         text = cleaned(str(self._state.feedback))
         is_valid = command in admissible or not REFUSED.match(text)
@@ -171,6 +171,8 @@ def why_refused(command: str) -> str:
     words = [clause.split() for clause in CLAUSE.split(command)]
     if any(each and META.fullmatch(each[0]) for each in words):
         return "That is no command of the game."
+    if sum(map(bool, words)) > 1:  # TextWorld follows the first one alone.
+        return "Only one command is played at a time."
     return ""
 
 

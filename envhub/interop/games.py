@@ -152,7 +152,7 @@ class SeededEnv:
             )
         reward = moved.reward
         # The policy caused the invalid action, so its reward is clipped to the range.
-        if reward is not None and not moved.is_valid:
+        if isinstance(reward, (int, float)) and not moved.is_valid:
             reward = max(reward, self._rule.least)
         self._reward = self._rewards.add(reward, is_last=moved.is_done)
         self._text = moved.text
@@ -227,6 +227,7 @@ class TextArenaGame:
 
     def __init__(self, name: str) -> None:
         library: Any = optional_package("textarena", "textarena")
+        self._reference = f"textarena:{name}"
         self._make: Callable[[], Any] = partial(library.make, env_id=name)
         self._game = self._make()
         self._samples: list[str] = []
@@ -237,7 +238,18 @@ class TextArenaGame:
         return [text for text in self._samples if _moved(copy.deepcopy(self._game), text).is_valid]
 
     def check(self) -> None:
-        """Do nothing: its actions and observations are texts."""
+        """Raise ConfigError if the game needs several players, or does not begin here."""
+        try:
+            with RandomStates().used():
+                self._game.reset(num_players=1, seed=0)
+        except Exception as error:
+            why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise ConfigError(
+                f"{self._reference}: does not begin with one player: {why}"
+            ) from error
+        num_players = self._game.state.num_players
+        if num_players != 1:
+            raise ConfigError(f"{self._reference}: has {num_players} players, not one")
 
     def begin(self, seed: int) -> str:
         """Create a new game and return its first observation; `reset` alone keeps old messages."""

@@ -32,6 +32,8 @@ for item in ("coin_collector-train-0", "coin_collector-test-0", "coin_collector-
     assert env.reset(item, 0) == firsts[item][0]
     assert not env.step("Action: fly to the moon").is_valid
     assert not env.step("save").is_valid and not env.step("look then quit").is_valid
+    first = env.expert_action()
+    assert not env.step(f"{first}. look").is_valid and env.expert_action() == first
     look = env.step("Action: look")
     assert look.is_valid and "-= " in look.observation and ">" not in look.observation
     assert {"look", "inventory"} <= {*env.valid_actions()}
@@ -99,7 +101,16 @@ def test_command_of_the_interpreter_is_refused(command: str) -> None:
     assert why_refused(command)
 
 
-@pytest.mark.parametrize("command", ["take key from box", "examine rest area", "open test tube"])
+@pytest.mark.parametrize(
+    "command", ["go north. go south", "take key then open box", "take key, look", "take a and b"]
+)
+def test_several_commands_of_a_turn_are_refused(command: str) -> None:
+    assert why_refused(command) == "Only one command is played at a time."
+
+
+@pytest.mark.parametrize(
+    "command", ["open box.", "take key from box", "examine rest area", "open test tube"]
+)
 def test_command_of_the_game_is_played(command: str) -> None:
     assert why_refused(command) == ""
 

@@ -200,6 +200,38 @@ def test_textarena_game_runs_with_own_package(repository: Path) -> None:
     assert told[-1] == [1.0, True, True, True]
 
 
+SEVERAL_PLAYERS = """
+import random
+
+import textarena
+
+from common.errors import ConfigError
+from envhub.catalogue.registry import Registry
+
+textarena.make("TicTacToe-v0")  # Its import draws from the process-wide generator.
+before = random.getstate()
+for name, why in (("QuantumTicTacToe", "has 2 players"), ("TicTacToe", "begin with one player")):
+    try:
+        Registry([f"textarena:{name}-v0"])
+    except ConfigError as error:
+        assert why in str(error), error
+    else:
+        raise AssertionError(name)
+assert random.getstate() == before
+"""
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_textarena_game_of_several_players_is_refused(repository: Path) -> None:
+    python = python_with("textarena==0.7.4", sees_ours=True)
+    command = [python, "-c", SEVERAL_PLAYERS]
+    done = subprocess.run(
+        command, cwd=repository, capture_output=True, encoding="utf-8", timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 NEW_TEXTS = """
 import json
 import random
