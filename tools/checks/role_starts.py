@@ -1,15 +1,19 @@
 """Checks of the actors' and the learner's settings before a run starts. The roles repeat them."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from actor.engine.arguments import check_engine_args
 from actor.formats.checks import check_rendering
-from common.config.algorithm import Advantage, AlgorithmSection
+from common.config.algorithm import Advantage
 from common.config.learner import Attention, CriticKind, Layout, LearnerSection
 from common.config.run_config import RunConfig
+from common.errors import ConfigError
 from common.repository import ROOT
+from common.segments import RoutingShape
 from common.user_code import load_function
+from common.wire.access.bounds import MAX_FRAME_BYTES
 from learner.algorithms import table
 from learner.algorithms.trees import formula as tree_formula
 from learner.ingest.group_rewards import check_group_rewards, load_group_rewards
@@ -87,20 +91,38 @@ def check_networks(cfg: RunConfig, *, is_offline: bool = False) -> None:
     if cfg.learner.compile:
         check_parts(networks)
     if has_routers:
-        _check_routers(cfg.algorithm, networks[0])
+        _check_routers(cfg, networks[0])
     if cfg.learner.lora.rank:
         add_adapters(networks[0], cfg.learner.lora, base_path=cfg.model.path)
 
 
-def _check_routers(algorithm: AlgorithmSection, policy: Any) -> None:
+def _check_routers(cfg: RunConfig, policy: Any) -> None:
     """Check that the policy has routers for the algorithm. Raises: ConfigError."""
     from learner.policy.expert_routing import balance_loss_of, install
     from learner.policy.kernels.head import trunk_of
 
-    if algorithm.router_aux_coef:
+    if cfg.algorithm.router_aux_coef:
         balance_loss_of(policy)
-    if algorithm.routing_replay:
-        install(trunk_of(policy))
+    if cfg.algorithm.routing_replay:
+        trunk = trunk_of(policy)
+        routing = install(trunk).shape
+        # Configurations of some models do not have the number. Each token has at least one.
+        num_chosen = getattr(trunk.config, "num_experts_per_tok", 1)
+        check_record(replace(routing, num_chosen=num_chosen), cfg.actor.max_model_len)
+
+
+def check_record(routing: RoutingShape, max_model_len: int) -> None:
+    """Check that a message can hold the experts of a full context. Raises: ConfigError."""
+    bytes_per_id = 1 if routing.num_experts <= 256 else 2
+    bytes_per_token = routing.num_layers * routing.num_chosen * bytes_per_id
+    max_tokens = MAX_FRAME_BYTES // bytes_per_token
+    if max_model_len > max_tokens:
+        raise ConfigError(
+            f"actor.max_model_len={max_model_len}: with algorithm.routing_replay=true the experts"
+            f" of a token take {bytes_per_token:,} bytes, and a message to the learner holds those"
+            f" of {max_tokens} tokens. Use at most actor.max_model_len={max_tokens}, or"
+            " algorithm.routing_replay=false."
+        )
 
 
 def _has_own_settings(learner: LearnerSection) -> bool:

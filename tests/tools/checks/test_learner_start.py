@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 
 import run
+from common.errors import ConfigError
 from common.repository import ROOT
+from common.segments import RoutingShape
 from tests.tools.checks.models import write_model
+from tools.checks.role_starts import check_record
 
 pytestmark = pytest.mark.slow  # torch and the environments load
 
@@ -148,3 +151,24 @@ def test_routers_of_a_dense_policy_are_refused_before_the_start(
     error = refusal(capsys, tmp_path, [*DRY, setting], model_type="qwen2")
     assert setting.partition("=")[0] in error
     assert said in error
+
+
+def test_context_whose_experts_no_message_holds_is_refused_before_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = {"model_type": "qwen3_moe", "num_experts": 512, "num_experts_per_tok": 512}
+    model |= {"hidden_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1}
+    model |= {"moe_intermediate_size": 1}
+    sizes = ["actor.max_model_len=16385", "learner.max_tokens_per_microbatch=16385"]
+    error = refusal(capsys, tmp_path, [*DRY, "algorithm.routing_replay=true", *sizes], **model)
+    assert "actor.max_model_len=16385: with algorithm.routing_replay=true" in error
+    assert "2,048 bytes" in error  # 2 layers x 512 experts x 2 bytes.
+    assert "Use at most actor.max_model_len=16384" in error
+
+
+@pytest.mark.parametrize(("num_experts", "most"), [(128, 87_381), (512, 43_690)])
+def test_record_of_the_longest_context_fits_into_a_frame(num_experts: int, most: int) -> None:
+    routing = RoutingShape(num_layers=48, num_chosen=8, num_experts=num_experts)
+    check_record(routing, most)
+    with pytest.raises(ConfigError, match=f"Use at most actor.max_model_len={most}"):
+        check_record(routing, most + 1)
