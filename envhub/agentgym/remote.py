@@ -172,13 +172,15 @@ class AgentGymConnection:
         self._late = []
         for task in late:
             task.cancel()
-        made = await asyncio.gather(*late, return_exceptions=True)
-        instances += [number for number in made if isinstance(number, int)]
-        if self._can_close:
-            await asyncio.gather(*(self._close(number) for number in instances))
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        try:
+            made = await asyncio.gather(*late, return_exceptions=True)
+            instances += [number for number in made if isinstance(number, int)]
+            if self._can_close:
+                await asyncio.gather(*(self._close(number) for number in instances))
+        finally:  # The deadline of a stop cancels the requests.
+            if self._session is not None:
+                await self._session.close()
+                self._session = None
 
     def failure(self, text: str, *, status: int | None = None) -> RemoteFailure:
         """Return the error of this server, with its address."""

@@ -141,9 +141,9 @@ class RemoteSandbox:
         """End the sandbox; without an answer, the idle limit of the server ends it."""
         if self._session.closed:
             return
-        with contextlib.suppress(SandboxFailed, RefusedBySandbox):
-            await self._call("DELETE", "", GRACE_S)
-        await self._session.close()
+        async with self._session:  # A cancelled request closes the connections, too.
+            with contextlib.suppress(SandboxFailed, RefusedBySandbox):
+                await self._call("DELETE", "", GRACE_S)
 
     async def _call(self, method: str, path: str, timeout_s: float, **options: Any) -> Any:
         """Return the answer to a request about this sandbox."""

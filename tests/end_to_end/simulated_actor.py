@@ -122,17 +122,19 @@ async def play(
     renderer = Renderer(tokenizer)
     clock = TokenClock(vocab_size=len(tokenizer), token_s=token_s, lengths=lengths)
     shared = SharedEngine(url, end_of_turn_ids=renderer.end_of_turn_ids) if url else None
-    await other_engine.play(
-        cfg,
-        run_dir,
-        name=f"actor-{number}",
-        life=f"life-{number}",
-        engine=shared or clock,
-        renderer=renderer,
-        start_s=START_S,
-    )
-    if shared is not None:
-        await shared.close()
+    try:
+        await other_engine.play(
+            cfg,
+            run_dir,
+            name=f"actor-{number}",
+            life=f"life-{number}",
+            engine=shared or clock,
+            renderer=renderer,
+            start_s=START_S,
+        )
+    finally:
+        if shared is not None:
+            await shared.close()
 
 
 def main(

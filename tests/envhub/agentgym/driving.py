@@ -64,9 +64,10 @@ def drive(app: Any, dialect: str, play: Callable[[EnvSpec], Awaitable[T]], **cha
 
     async def driven(url: str) -> T:
         spec = spec_of(dialect, url, **changes)
-        result = await play(spec)
-        await stop(spec)
-        return result
+        try:
+            return await play(spec)
+        finally:
+            await stop(spec)
 
     with serve_app(app) as url:
         return asyncio.run(driven(url))

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import socket
 from typing import Any
 
 import httpx
@@ -336,3 +337,18 @@ def test_check_names_the_nearest_dialect_and_the_url_form():
     with pytest.raises(ConfigError, match="textcraft"):
         spec_of("textkraft", "http://h")
     assert check(RemoteOptions(dialect="maze", url="https://user:word@h:1/lmrl/maze")) == []
+
+
+def test_stop_that_is_cancelled_closes_the_connections() -> None:
+    async def cancelled() -> bool:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            port = silent.getsockname()[1]
+            server: Any = spec_of("maze", f"http://127.0.0.1:{port}").stop.__self__
+            server._kept.append(1)
+            session = server._client()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await server.stop()
+            return session.closed
+
+    assert asyncio.run(cancelled())

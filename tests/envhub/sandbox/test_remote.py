@@ -28,7 +28,7 @@ from envhub.sandbox.interface import (
     SandboxFailed,
     SandboxRequest,
 )
-from envhub.sandbox.remote import RemoteSandboxes
+from envhub.sandbox.remote import RemoteSandbox, RemoteSandboxes
 from envhub.sandbox.serve import SandboxTable, server_config
 from tests.envhub.sandbox.boxes import LIMITS, OPTIONS, SLEEPER, need_bubblewrap, shell
 
@@ -244,3 +244,16 @@ def test_server_starts_from_the_command_line() -> None:
         check=False,
     )
     assert "needs a token in the variable NO_SUCH_TOKEN" in refused.stderr
+
+
+def test_cancelled_deletion_closes_the_connections() -> None:
+    async def cancelled() -> bool:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            session = aiohttp.ClientSession()
+            url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await RemoteSandbox(session, url, "1", "/work").delete()
+            return session.closed
+
+    assert asyncio.run(cancelled())
