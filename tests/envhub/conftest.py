@@ -12,6 +12,7 @@ import uvicorn
 
 from envhub.catalogue import registry as registry_module
 from envhub.catalogue.registry import Registry
+from envhub.hosting.session import Session
 from envhub.hosting.sessions import Sessions
 from envhub.http.routes import make_app
 
@@ -27,6 +28,11 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
+
+
+def live_session(sessions: Sessions, session_id: str) -> Session:
+    (session,) = [each for each in sessions._live if each.session_id == session_id]
+    return session
 
 
 class Hub:
@@ -50,12 +56,16 @@ class Hub:
         assert answer.status_code == 201, answer.text
         return f"/v1/sessions/{answer.json()['session_id']}"
 
+    def session(self, path: str) -> Session:
+        """Return the live session at a path."""
+        return live_session(self.sessions, path.rpartition("/")[2])
+
     def step(self, path: str, action: str, seq: int) -> httpx.Response:
         return self.client.post(f"{path}/step", json={"action": action, "seq": seq})
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Return what a coroutine returns in the hub's own event loop."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout=30.0)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout=60.0)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -121,6 +121,7 @@ def test_environment_without_save_names_it(hubs):
 @pytest.mark.slow
 def test_hanging_save_ends_only_its_worker(hubs):
     path = hubs[0].open("saving", "any-train-0")
+    hubs[0].session(path).episode._timeout_s = 1.0
     answer = hubs[0].client.post(
         f"{path}/step", json={"action": "hang in save", "seq": 1, "save": True}
     )

@@ -12,6 +12,7 @@ from envhub.errors import CapacityFull, EnvRaised, HubDraining, SessionConflict,
 from envhub.hosting import sessions as sessions_module
 from envhub.hosting.sessions import Sessions
 from tests.envhub import outside
+from tests.envhub.conftest import live_session
 
 
 def play(episode, *, envs=("waiting", "faulty"), **changes):
@@ -42,13 +43,14 @@ def test_step_without_a_number_is_the_next():
 def test_overdue_call_ends_its_session():
     async def episode(sessions):
         session_id, _ = await sessions.create("waiting", "any-train-0")
+        live_session(sessions, session_id).episode._timeout_s = 0.1
         with pytest.raises(EnvTimeout, match=r"waiting: no answer within 0\.1 s"):
             await sessions.step(session_id, "wait", 1)
         with pytest.raises(SessionUnknown):
             await sessions.step(session_id, "go", 1)
         return len(sessions), sessions.num_live["waiting"], sessions.counts["timed_out"]
 
-    assert play(episode, step_timeout_s=0.1) == (0, 0, 1)
+    assert play(episode) == (0, 0, 1)
 
 
 def test_waiting_call_does_not_block_other_sessions():

@@ -151,6 +151,7 @@ def test_failing_session_is_dropped_alone(hub):
 
 def test_overrunning_session_is_dropped_with_504(hub):
     path = hub.open()
+    hub.session(path).episode._timeout_s = 0.1
     assert hub.step(path, "slow", 1).status_code == 504
     assert hub.step(path, "slow", 1).status_code == 404
 

@@ -7,4 +7,4 @@ from tests.envhub import outside
 
 
 def make_spec() -> EnvSpec:
-    return replace(outside.make_spec(), name="lingering", step_timeout_s=10.0)
+    return replace(outside.make_spec(), name="lingering")
