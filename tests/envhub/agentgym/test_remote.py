@@ -345,6 +345,7 @@ def test_stop_that_is_cancelled_closes_the_connections() -> None:
             port = silent.getsockname()[1]
             server: Any = spec_of("maze", f"http://127.0.0.1:{port}").stop.__self__
             server._kept.append(1)
+            server._can_close = True
             session = server._client()
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.1):
