@@ -124,7 +124,7 @@ def _serve_hubs() -> Iterator[Callable[..., Hub]]:
         )
         server = _Server(sessions, registry, token)
         port = server.listener.getsockname()[1]
-        client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20.0, trust_env=False)
+        client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60.0, trust_env=False)
         running.append((server, client))
         return Hub(client, clock, sessions, server.loop)
 

@@ -61,7 +61,9 @@ class Served:
         self.process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8")
         assert self.process.stdout is not None
         self.said = [self.process.stdout.readline() for _ in range(2)]
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", trust_env=False)
+        self.client = httpx.Client(
+            base_url=f"http://127.0.0.1:{self.port}", timeout=60.0, trust_env=False
+        )
         self._wait()
 
     def _wait(self) -> None:
