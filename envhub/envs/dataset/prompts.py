@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -100,7 +101,8 @@ class PromptMaker:
     def check(self, record: Record, place: str) -> None:
         """Raise ConfigError if the record has no prompt."""
         value = self._prompt_of(record)
-        if value is None or value == "" or value == []:
+        is_blank = isinstance(value, str) and not value.strip()
+        if value is None or is_blank or value == []:
             raise ConfigError(f"{place}: the record has no prompt in its column {self._column!r}")
         if not isinstance(value, (str, list)):
             kind = type(value).__name__
@@ -134,7 +136,7 @@ class PromptMaker:
     def answer(self, record: Record, place: str) -> str | None:
         """Return the reference answer of a record. Raises: ConfigError: its prompt is wrong."""
         answer = value_at(record, self._answer) if self._answer else None
-        return self.make(record, place).answer if answer is None else _answer_text(answer)
+        return self.make(record, place).answer if answer is None else answer_text(answer)
 
     def make(self, record: Record, place: str) -> Question:
         """Return the question of a record. Raises: ConfigError: the record or a template fails."""
@@ -157,7 +159,7 @@ class PromptMaker:
         return Question(
             messages=messages,
             is_conversational=isinstance(value, list),
-            answer=_answer_text(answer),
+            answer=answer_text(answer),
             replaced=self.replaced,
         )
 
@@ -168,14 +170,20 @@ class PromptMaker:
         return render("data.system", self._system_template, {**record, "record": record}, place)
 
 
-def _answer_text(answer: Any) -> str | None:
-    """Return a reference answer as text; a list of messages has the text of its last one."""
+def answer_text(answer: Any) -> str | None:
+    """Return a reference answer as text; a list of messages has the text of its last one.
+
+    None: there is none. NaN stands for a missing value of a table.
+    """
     is_messages = isinstance(answer, list) and answer and isinstance(answer[-1], dict)
     if is_messages and "content" in answer[-1]:
         answer = answer[-1]["content"]
     if answer is None or isinstance(answer, str):
         return answer
-    return json.dumps(answer, ensure_ascii=False, default=str)
+    if isinstance(answer, float) and math.isnan(answer):
+        return None
+    is_json = isinstance(answer, (int, float, list, dict))
+    return json.dumps(answer, ensure_ascii=False, default=str) if is_json else str(answer)
 
 
 def _user(text: str) -> Message:

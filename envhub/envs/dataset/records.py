@@ -27,7 +27,7 @@ from envhub.envs.dataset.files import (
     own_split,
     read_records,
 )
-from envhub.envs.dataset.prompts import PromptMaker, Question
+from envhub.envs.dataset.prompts import PromptMaker, Question, answer_text
 
 logger = logging.getLogger(__name__)
 
@@ -78,12 +78,11 @@ class Dataset:
         """
         data_split = self.splits[split]
         record = data_split.record(index)
-        answer = (
-            record["ground_truth"]
-            if "ground_truth" in record and "ground_truth" not in self.prompts.replaced
-            else self.prompts.answer(record, data_split.place(index))
-        )
-        return "" if answer is None else str(answer)
+        if "ground_truth" in record and "ground_truth" not in self.prompts.replaced:
+            answer = answer_text(record["ground_truth"])
+        else:
+            answer = self.prompts.answer(record, data_split.place(index))
+        return answer or ""
 
     def first_prompts(self) -> Iterator[tuple[FirstPrompt, Record]]:
         """Yield the prompt and the record of every item, and of the first generated ones.

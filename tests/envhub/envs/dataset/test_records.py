@@ -1,6 +1,7 @@
 """Laws of the items: which record an item is, and which datasets are refused."""
 
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from common.config.envs import DatasetOptions
 from common.errors import ConfigError
 from common.repository import ROOT
 from envhub.envs.dataset.files import Record
-from envhub.envs.dataset.prompts import PromptMaker, Question, tools_of
+from envhub.envs.dataset.prompts import PromptMaker, Question, answer_text, tools_of
 from envhub.envs.dataset.records import Dataset, load_dataset
 from tests.envhub.envs.dataset import made
 from tests.envhub.envs.dataset.made import DAPO, GSM8K, write_lines
@@ -270,6 +271,17 @@ def question_of(record: Record) -> Question:
 
 ASKED = {"role": "user", "content": "Add 1 and 2."}
 CALL = {"id": "7", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+
+
+def test_missing_answer_of_a_table_is_none() -> None:
+    assert answer_text(float("nan")) is None
+    assert answer_text(Decimal("-1.50")) == "-1.50"
+    assert answer_text(-1.5) == "-1.5"
+
+
+def test_blank_prompt_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"record 2 .* has no prompt in its column 'prompt'"):
+        load(tmp_path, [*NUMBERED[:1], {"prompt": " \n", "answer": "1"}])
 
 
 def test_messages_and_calls_may_be_json_text() -> None:
