@@ -20,7 +20,7 @@ from common.repository import ROOT
 from learner.policy.model_kind import check_kind
 from learner.policy.model_shape import read_shape
 from learner.training.shards import check_whole
-from tools.checks.hub_models import is_unfetched, resolve_models
+from tools.checks.hub_models import resolve_models
 from tools.checks.preflight import check_agent, check_engine, check_model
 from tools.checks.served_engines import fitting_overrides
 from tools.cli.command_line import ParsedCommand
@@ -56,7 +56,7 @@ def load_evaluation(request: ParsedCommand) -> EvalConfig:
 def _with_models(request: ParsedCommand, defaults: Sequence[str]) -> EvalConfig:
     """Return the config with the folders of its models."""
     cfg: EvalConfig = load_named(request, defaults=defaults)
-    cfg = resolve_models(cfg, is_dry=request.is_dry)
+    cfg = resolve_models(cfg, is_dry=request.is_dry, may_stand_in=request.is_dry)
     return plain_models(cfg, is_dry=request.is_dry, is_trained=False)
 
 
@@ -105,17 +105,17 @@ def check_policy(cfg: EvalConfig, *, is_dry: bool = False) -> None:
         read_key(cfg.policy)
         return
     _check_checkpoint(cfg, is_dry=is_dry)
-    check_tools(cfg.actor.format, ROOT / cfg.model.path, template=template_at(cfg.model))
     _check_vocabulary(ROOT / cfg.model.path, cfg.model.path)
     check_rendering(cfg)
 
 
 def _check_checkpoint(cfg: EvalConfig, *, is_dry: bool) -> None:
-    """Check the checkpoint at `model.path`, without weights that a start downloads."""
-    if is_dry and is_unfetched(cfg.model.path):
-        check_kind(ROOT / cfg.model.path, key="model.path", shown=cfg.model.path)
-    else:
-        check_model(cfg.model.path)
+    """Check the checkpoint at `model.path`, or the sizes that stand in for it in a dry run."""
+    if is_dry and cfg.model.path == cfg.model.architecture:
+        check_kind(ROOT / cfg.model.path, key="model.architecture", shown=cfg.model.path)
+        return
+    check_model(cfg.model.path)
+    check_tools(cfg.actor.format, ROOT / cfg.model.path, template=template_at(cfg.model))
 
 
 def _check_vocabulary(folder: Path, shown: str) -> None:

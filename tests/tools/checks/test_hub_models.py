@@ -273,6 +273,17 @@ def test_dry_evaluation_names_the_weights_that_a_start_downloads(
     assert "the cache lacks model.safetensors of" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_dry_evaluation_has_the_architecture_of_an_unreachable_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = "model.architecture=configs/architectures/qwen3-0.6b"
+    argv = ["eval", "--config", "smoke", "model.path=other/none", sizes, f"run.dir={tmp_path}"]
+    assert run.main([*argv, "--dry-run"]) == 0
+    assert "  path: configs/architectures/qwen3-0.6b\n" in capsys.readouterr().out
+    assert run.main(argv) == 2
+
+
 def test_all_keys_of_models_take_names(tmp_path: Path, cached: Path) -> None:
     cfg = config(
         tmp_path,
