@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import traceback
+from collections import deque
 from functools import partial
 from typing import Any
 
@@ -43,7 +44,8 @@ class TasksetPlayer:
             cut = len(tasks) - num
             self._tasks = {"train": tasks[:cut], "test": tasks[cut:]}
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._asked: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        # Open requests of each episode in order, with the line of each. The policy has the first.
+        self._asked: dict[str, deque[tuple[asyncio.Future[dict[str, Any]], dict[str, Any]]]] = {}
         self._host = ""
         self._port = 0
 
@@ -75,11 +77,16 @@ class TasksetPlayer:
             task = self._tasks[order["split"]][order["index"]]
             playing = asyncio.create_task(self.play(order["start"], task))
             self._running[order["start"]] = playing
+            self._asked[order["start"]] = deque()
             playing.add_done_callback(partial(self.end, order["start"]))
         elif "answer" in order:
-            waits = self._asked.pop(order["answer"], None)
-            if waits is not None and not waits.done():
-                waits.set_result(order["message"])
+            requests = self._asked.get(order["answer"])
+            if requests:
+                answer, _ = requests.popleft()
+                if not answer.done():
+                    answer.set_result(order["message"])
+                if requests:
+                    self.say(requests[0][1])
         elif (playing := self._running.pop(order["end"], None)) is not None:
             playing.cancel()
 
@@ -92,7 +99,9 @@ class TasksetPlayer:
         self.say({"episode": episode, **self.judged(finished, url)})
 
     def end(self, episode: str, playing: asyncio.Task[None]) -> None:
-        """Report the error of an episode that ended by one, unless the hub has ended it."""
+        """Cancel open requests of an ended episode; report its error, unless the hub ended it."""
+        for answer, _ in self._asked.pop(episode):
+            answer.cancel()
         is_wanted = self._running.pop(episode, None) is not None
         if playing.cancelled():
             error = "the episode was cancelled by its taskset"
@@ -133,16 +142,20 @@ class TasksetPlayer:
         return {"paid": paid}
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        """Forward a model request to the policy and return its answer."""
+        """Forward a model request to the policy and return its answer.
+
+        Parallel requests of an episode, as of its subagents, become successive turns.
+        """
         episode, body = request.match_info["episode"], await request.json()
-        if episode in self._asked:
-            return web.json_response({"error": "the episode has another open request"}, status=400)
-        waits = self._asked[episode] = asyncio.get_running_loop().create_future()
-        self.say({"episode": episode, "ask": body["messages"], "tools": body.get("tools", [])})
-        try:
-            message = {"role": "assistant", **await waits}
-        finally:
-            self._asked.pop(episode, None)
+        requests = self._asked.get(episode)
+        if requests is None:
+            return web.json_response({"error": "the episode has ended"}, status=410)
+        line = {"episode": episode, "ask": body["messages"], "tools": body.get("tools", [])}
+        answer = asyncio.get_running_loop().create_future()
+        requests.append((answer, line))
+        if len(requests) == 1:
+            self.say(line)
+        message = {"role": "assistant", **await answer}
         reason = "tool_calls" if message.get("tool_calls") else "stop"
         reply = {"id": "1", "created": 1, "model": "policy"}
         if not body.get("stream"):

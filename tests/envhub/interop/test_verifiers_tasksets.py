@@ -95,12 +95,38 @@ __all__ = ["TalkTaskset", "TalkEnv"]
 if __name__ == "__main__":
     Tools.run()
 """
+PAIR = """
+import asyncio
+from collections.abc import Iterator
+import verifiers.v1 as vf
+
+class Pair(vf.Task):
+    @vf.reward
+    async def said(self, task, trace) -> float:
+        return float(trace.last_reply == trace.agent.name)
+
+class PairConfig(vf.EnvConfig):
+    first: vf.AgentConfig = vf.AgentConfig()
+    second: vf.AgentConfig = vf.AgentConfig()
+    max_concurrent_agents: int | None = 2
+
+class PairEnv(vf.Env[PairConfig]):
+    async def run(self, task, agents):
+        await asyncio.gather(agents.first.run(task), agents.second.run(task))
+
+class PairTaskset(vf.Taskset[Pair, vf.TasksetConfig]):
+    def load(self) -> Iterator[Pair]:
+        yield Pair(vf.TaskData(prompt="Who are you?"), self.config.task)
+
+__all__ = ["PairTaskset", "PairEnv"]
+"""
 
 
 def described(folder: Path, taskset: str, *, first: int = 0, **options: object) -> str:
     """Return the reference of a taskset, written to a folder with its options."""
     (folder / "tiny_words.py").write_text(WORDS, encoding="utf-8")
     (folder / "tiny_talk.py").write_text(TALK, encoding="utf-8")
+    (folder / "tiny_pair.py").write_text(PAIR, encoding="utf-8")
     own = {"python": python_with(VERIFIERS), "path": ".", "start_timeout_s": 250.0}
     described = {
         **own,
@@ -286,6 +312,16 @@ def test_taskset_environment_has_turns_tools_and_its_own_process(tmp_path: Path)
     assert "the episode was cancelled by its taskset" in answers["all-train-2"][2]
     # This episode runs in another process.
     assert figures(answers["all-test-0"][2]) == (0.0, True, True, False)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_parallel_requests_of_an_episode_become_successive_turns(tmp_path: Path) -> None:
+    spec = Registry([described(tmp_path, "tiny_pair", num_test=0, seat="first")]).spec("tasks")
+    (answers,) = play(spec, {"all-train-0": ["first", "second"]}).values()
+    first, second, end = answers
+    assert (first, second.observation, second.done) == ("Who are you?", "Who are you?", False)
+    assert end.done
 
 
 @pytest.mark.long
