@@ -343,7 +343,8 @@ def test_stop_that_is_cancelled_closes_the_connections() -> None:
     async def cancelled() -> bool:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             port = silent.getsockname()[1]
-            server: Any = spec_of("maze", f"http://127.0.0.1:{port}").stop.__self__
+            spec: Any = spec_of("maze", f"http://127.0.0.1:{port}")
+            server = spec.stop.__self__
             server._kept.append(1)
             server._can_close = True
             session = server._client()
