@@ -131,13 +131,16 @@ def parse_json(text: str) -> dict[str, Any]:
 def _json_texts(text: str) -> Iterator[str]:
     """Yield the parts of a text that may be its JSON object.
 
-    The last "Action:" may lie in a string of an object that begins before it.
+    The last "Action:" may lie in a string of an object that begins before it. After several calls
+    it is none of them alone.
     """
     first = LABEL.search(text)
     for candidate in (text.strip(), text[first.end() :].strip() if first else ""):
         if candidate.startswith("{"):
             yield candidate
-    yield action_text(text)
+    calls = [part for part in LABEL.split(text)[1:] if CALL_BEGIN.match(part.strip())]
+    if len(calls) < 2:
+        yield action_text(text)
 
 
 def is_call(text: str) -> bool:

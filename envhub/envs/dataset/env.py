@@ -42,7 +42,7 @@ from envhub.envs.dataset.judges.judge import probe_of
 from envhub.envs.dataset.prompts import SUBMIT, Message, Question, read_tools, tools_of, value_at
 from envhub.envs.dataset.records import SUBSET, Dataset, load_dataset
 from envhub.envs.dataset.rewards import RewardSum, load_rewards
-from envhub.interop.texts import BadAction, arguments_of, parse_json
+from envhub.interop.texts import BadAction, arguments_of, is_call, parse_json
 
 MARGIN_S = 10.0  # Seconds of a step beyond the limits of its functions.
 SUBMIT_TOOL = {
@@ -322,12 +322,12 @@ def with_submit(tools: list[dict[str, Any]], *, has_step: bool) -> list[dict[str
 def tool_call_of(action: str) -> dict[str, Any] | None:
     """Return {"tool", "arguments"} of an action; None: it is no call.
 
-    Raises: BadAction: the arguments are no object.
+    Raises: BadAction: the call cannot be parsed, or there are several, or its arguments are no
+        object.
     """
-    try:
-        call = parse_json(action)
-    except BadAction:
+    if not is_call(action):
         return None
+    call = parse_json(action)
     if not isinstance(call.get("tool"), str):
         return None
     return {"tool": call["tool"], "arguments": arguments_of(call)}

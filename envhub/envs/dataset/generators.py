@@ -169,7 +169,17 @@ def load_generated(options: DatasetOptions) -> dict[str, Dataset]:
 def _check_unread(options: DatasetOptions) -> None:
     """Raise ConfigError for settings of files, which generated records do not have."""
     default = DatasetOptions()
-    for name in ("eval", "validation", "max_length", "shuffle", "prompt", "answer", "tools"):
+    splits = ("train_split", "validation_split", "eval_split")
+    for name in (
+        "eval",
+        "validation",
+        "max_length",
+        "shuffle",
+        "prompt",
+        "answer",
+        "tools",
+        *splits,
+    ):
         if (value := getattr(options, name)) != getattr(default, name):
             raise ConfigError(f"data.{name}={value}: has no effect with data.train={PREFIX}TASK")
 

@@ -98,7 +98,16 @@ def test_tool_calls_reach_the_step_function(tmp_path: Path) -> None:
     assert played(options, call, "I say 7").reward == 1.0  # A text that is no call is the answer.
 
 
-@pytest.mark.parametrize("action", ["", '{"tool": "add", "arguments": [3, 4]}'])
+ADD = json.dumps({"tool": "add", "arguments": {"a": 3, "b": 4}})
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        *("", '{"tool": "add", "arguments": [3, 4]}', '{"tool": "add", "arguments": {"a": 7'),
+        *(f"{ADD}\n{ADD}", f"Action: {ADD}\nObservation: 9\nAction: {ADD}"),
+    ],
+)
 def test_faulty_call_is_refused_and_the_episode_continues(tmp_path: Path, action: str) -> None:
     records = [{**each, "tools": TOOLS} for each in GSM8K]
     options = make(tmp_path, records, tools="tools", step="tool_step")
