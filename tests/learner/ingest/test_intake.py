@@ -3,6 +3,7 @@
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from common.wire.messages import (
     Progress,
     Rejected,
 )
+from learner.ingest import buffer
 from learner.journal.journal import JOURNAL_START, read_journal
 from tests.full_disk import no_room_beyond
 from tests.learner.builders import make_episode, so_far
@@ -286,12 +288,19 @@ def test_full_disk_pauses_the_intake_and_loses_nothing(
     assert running.deliver(member(2)).is_accepted
 
 
-def test_batch_timeout_starts_with_first_engine(setup: Setup) -> None:
+def test_batch_timeout_starts_with_first_engine(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No actor can play before: the engine of a large model starts slowly."""
-    began, patience_s, starting_s = time.monotonic(), 0.2, 0.8
+    began = now = float(int(time.monotonic()) + 1)
+    patience_s, starting_s = 2.0, 8.0
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr(buffer, "time", clock)
 
     def hear() -> None:
-        is_up = time.monotonic() - began > starting_s
+        nonlocal now
+        now += 1.0  # As if each poll took a second.
+        is_up = now - began > starting_s
         told = Progress(run_epoch="e", revoked=[], is_finished=False, num_slots=8 * is_up)
         setup.buffer.apply(told)
 
@@ -299,7 +308,7 @@ def test_batch_timeout_starts_with_first_engine(setup: Setup) -> None:
         setup.buffer.next_batch(
             0, max_lag_steps=1, in_order=False, timeout_s=patience_s, check=hear
         )
-    assert time.monotonic() - began > starting_s + patience_s - 0.05
+    assert now - began == starting_s + patience_s
 
 
 def test_oversized_episode_fails_with_its_cause(running: Setup) -> None:
