@@ -164,7 +164,7 @@ class BfclEnv:
         # The package names its objects by the model. A new name gives this episode its own.
         self._name = f"episode{next(NUMBERS)}"
         missed = self._entry.get("missed_function", {})
-        # As in BFCL, `excluded_function` of an entry has no effect.
+        # BFCL does not use `excluded_function` of an entry either.
         classes = self._entry["involved_classes"]
         self._all_tools = [each for name in classes for each in class_tools(name)]
         self._hidden = {int(turn): {*names} for turn, names in missed.items()}
@@ -244,8 +244,8 @@ class BfclEnv:
     def _num_right(self) -> int:
         """Return the number of turns, from the first one, that BFCL's checker accepts.
 
-        As in BFCL's evaluation, a needless call is wrong only if it changes a state that is
-        checked: also in a turn that lacks a tool or a value.
+        The rule is that of BFCL's evaluation: a needless call is wrong only if it changes a state
+        that is checked, also in a turn that lacks a tool or a value.
         """
         checker: Any = optional_package(f"{CHECKER}.multi_turn_checker", EXTRA)
         made = [[[call] for call in calls] for calls in self._turns]

@@ -151,7 +151,8 @@ def is_call(text: str) -> bool:
     try:
         return not CALL_KEYS.isdisjoint(parse_json(text))
     except BadAction:
-        return any(CALL_BEGIN.search(each) is not None for each in _json_texts(text))
+        texts = (*_json_texts(text), action_text(text))  # The last one of several calls, too.
+        return any(CALL_BEGIN.search(each) is not None for each in texts)
 
 
 def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:

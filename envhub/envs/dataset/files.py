@@ -235,10 +235,11 @@ def commit_of(files: list[Path]) -> str:
     return files[0].parent.name if files else ""
 
 
-NAMED = (
-    *("train", "training", "trainset", "validation", "valid", "val", "dev"),
-    *("test", "testing", "testset", "eval", "evaluation"),
-)
+# Usual names of splits.
+OF_TRAINING = ("train", "training", "trainset")
+OF_VALIDATION = ("validation", "valid", "val", "dev")
+OF_TEST = ("test", "testing", "testset", "eval", "evaluation")
+NAMED = OF_TRAINING + OF_VALIDATION + OF_TEST
 
 
 def _is_of(split: str, path: Path) -> bool:

@@ -60,7 +60,7 @@ env = begun(f"base-train-{item}")
 env.step('Action: {"tool": "mkdir", "arguments": {"dir_name": "more"}}')
 wrong = finished(env)
 assert wrong.reward == 0.0 and wrong.metrics["bfcl_turns_right"] == 0.0
-# As in BFCL's evaluation, a call without an effect is no fault in a turn that lacks a value.
+# BFCL's evaluation accepts a call without an effect in a turn that lacks a value.
 scenarios = load_scenarios("miss_param")
 number = next(
     n

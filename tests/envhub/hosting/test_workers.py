@@ -133,9 +133,9 @@ def test_hanging_step_ends_only_workers_sessions(hub):
     assert hung.status_code == 504
     assert "fragile: worker 1" in hung.json()["detail"]
     assert "'step' took longer than 0.5 s" in hung.json()["detail"]
-    told = hub.step(beside, "go", 1)
-    assert told.status_code == 500
-    assert "'step' took longer than 0.5 s" in told.json()["detail"]
+    lost = hub.step(beside, "go", 1)
+    assert lost.status_code == 500
+    assert "'step' took longer than 0.5 s" in lost.json()["detail"]
     assert hub.step(beside, "go", 1).status_code == 404
     assert hub.step(elsewhere, "go", 1).status_code == 200
     hub.run(until(lambda: not psutil.pid_exists(first), 60.0))

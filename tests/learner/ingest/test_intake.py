@@ -299,7 +299,7 @@ def test_batch_timeout_starts_with_first_engine(
 
     def hear() -> None:
         nonlocal now
-        now += 1.0  # As if each poll took a second.
+        now += 1.0  # A poll takes a second of this clock.
         is_up = now - began > starting_s
         told = Progress(run_epoch="e", revoked=[], is_finished=False, num_slots=8 * is_up)
         setup.buffer.apply(told)

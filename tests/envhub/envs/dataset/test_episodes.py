@@ -104,8 +104,12 @@ ADD = json.dumps({"tool": "add", "arguments": {"a": 3, "b": 4}})
 @pytest.mark.parametrize(
     "action",
     [
-        *("", '{"tool": "add", "arguments": [3, 4]}', '{"tool": "add", "arguments": {"a": 7'),
-        *(f"{ADD}\n{ADD}", f"Action: {ADD}\nObservation: 9\nAction: {ADD}"),
+        "",
+        '{"tool": "add", "arguments": [3, 4]}',
+        '{"tool": "add", "arguments": {"a": 7',
+        f"{ADD}\n{ADD}",
+        f"Action: {ADD}\nObservation: 9\nAction: {ADD}",
+        f"Action: both.\nAction: {ADD}\nAction: {ADD}",
     ],
 )
 def test_faulty_call_is_refused_and_the_episode_continues(tmp_path: Path, action: str) -> None:
