@@ -339,14 +339,19 @@ def test_views_have_no_serious_axe_findings(
     assert found == []
 
 
-# Draws one chart on the page, and returns the colours of its pixels as counts.
+# Draws one chart below the page's own view, which replaces its content at any time, and returns the
+# colours of its pixels as counts.
 DRAW = """async ([data, bands]) => {
   const { chart } = await import("/static/charts.js");
   const card = chart({ title: "t", series: ["x"] }, data, { bands });
-  document.querySelector("main").replaceChildren(card);
-  while (!document.querySelector("main canvas")) await new Promise(requestAnimationFrame);
+  document.querySelector("#drawn")?.remove();
+  const place = document.createElement("div");
+  place.id = "drawn";
+  place.append(card);
+  document.body.append(place);
+  while (!place.querySelector("canvas")) await new Promise(requestAnimationFrame);
   await new Promise(requestAnimationFrame);
-  const canvas = document.querySelector("main canvas");
+  const canvas = place.querySelector("canvas");
   const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
   let strong = 0, pale = 0;
   for (let i = 0; i < pixels.length; i += 4) {
@@ -366,7 +371,7 @@ def test_chart_draws_a_single_point_and_an_interval_as_a_band(page: Page, url: s
     data = {"step": [0, 1, 2], "x": [0.4, 0.5, 0.6], "low": [0.2] * 3, "high": [0.8] * 3}
     _, band = page.evaluate(DRAW, [data, {"x": ["low", "high"]}])
     assert band > 1000 + 10 * no_band
-    legend = page.locator("main .legend li")
+    legend = page.locator("#drawn .legend li")
     expect(legend).to_have_count(1)
     expect(legend).to_contain_text("0.6 [0.2, 0.8]")
 
@@ -386,10 +391,12 @@ def test_band_of_two_seeds_has_the_quantile_of_students_t(page: Page, url: str) 
 
 def test_continued_run_shows_its_last_evaluation_at_its_version(page: Page, url: str) -> None:
     page.goto(url)
+    # Below the page's own view, which replaces its content at any time.
     script = """async (evaluations) => {
       const { evaluationsCard } = await import("/static/results.js");
-      document.querySelector("main").replaceChildren(evaluationsCard({ evaluations, step: 80 }));
-      return document.querySelector("main .hero").textContent;
+      const card = evaluationsCard({ evaluations, step: 80 });
+      document.body.append(card);
+      return card.querySelector(".hero").textContent;
     }"""
     scores = {
         f"{name}-model": {"num": 9, "success": share, "ci95": [0, 1], "version": version}
