@@ -26,9 +26,8 @@ EXTRA = "textworld"
 FIRST_SEEDS = {"train": 0, "validation": 1_000_000, "test": 2_000_000}
 SESSIONS_PER_WORKER = 16
 STEP_TIMEOUT_S = 180.0  # The first reset of a game compiles it, on a busy machine for a minute.
-# Generator and interpreter have global state, so calls of different episodes do not overlap.
-MAKING = threading.Lock()
-CALLS = threading.Lock()
+MAKING = threading.Lock()  # Games are made one at a time.
+CALLS = threading.Lock()  # Generator, parser and interpreter have global state.
 MAX_ROOMS = 100  # TextWorld's own limits of levels.
 MAX_HUNT = 30
 MAX_CHARS = 200  # Longest command.
@@ -184,7 +183,8 @@ def quest_length_at(index: int, options: TextworldOptions) -> int:
 
 def game_at(subset: str, seed: int, options: TextworldOptions) -> Path:
     """Return the compiled game of a seed, made at the first call."""
-    library: Any = optional_package("textworld", EXTRA)
+    with CALLS:
+        library: Any = optional_package("textworld", EXTRA)
     difficulty = {
         name: asdict(options)[name] for name in ("level", "rooms", "objects", "quest_length")
     }
@@ -206,19 +206,22 @@ def game_at(subset: str, seed: int, options: TextworldOptions) -> Path:
 
 
 def _compile(library: Any, subset: str, seed: int, options: TextworldOptions, path: str) -> None:
-    """Generate and compile a game."""
-    settings = library.GameOptions()
-    settings.seeds = seed
-    settings.path = path
-    if subset == "custom":
-        settings.nb_rooms = options.rooms
-        settings.nb_objects = options.objects
-        settings.quest_length = options.quest_length
-        library.make(settings)
-        return
-    challenges: Any = optional_package("textworld.challenges", EXTRA)
-    game = challenges.CHALLENGES[f"tw-{subset}"][1]({"level": options.level}, settings)
-    library.generator.compile_game(game, settings)
+    """Generate and compile a game. The compiler is another program, so turns go on beside it."""
+    with CALLS:
+        settings = library.GameOptions()
+        settings.seeds = seed
+        settings.path = path
+        if subset == "custom":
+            settings.nb_rooms = options.rooms
+            settings.nb_objects = options.objects
+            settings.quest_length = options.quest_length
+            game = library.generator.make_game(settings)
+        else:
+            challenges: Any = optional_package("textworld.challenges", EXTRA)
+            game = challenges.CHALLENGES[f"tw-{subset}"][1]({"level": options.level}, settings)
+        source = library.generator.generate_inform7_source(game)
+        game.save(str(Path(path).with_suffix(".json")))
+    library.generator.compile_inform7_game(source, path)
 
 
 def subsets_of(options: TextworldOptions) -> dict[str, SubsetSpec]:

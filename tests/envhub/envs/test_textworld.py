@@ -70,19 +70,65 @@ print("equal")
 """
 
 
-@pytest.mark.long
-@pytest.mark.slow
-def test_generated_game_is_solved_by_its_own_solution(tmp_path: Path) -> None:
+TOGETHER = r"""
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+sys.path.insert(0, "ROOT")
+from common.config.envs import EnvsSection, TextworldOptions
+from envhub.catalogue.registry import Registry
+from envhub.env import Style
+
+options = EnvsSection(textworld=TextworldOptions(rooms=2, objects=3, quest_length=2))
+spec = Registry(["textworld"], options).spec("textworld")
+
+
+def solve(index):
+    env = spec.make(Style.COMPACT)
+    env.reset(f"custom-train-{index}", 0)
+    game = env.fingerprint()
+    while (action := env.expert_action()) is not None:
+        result = env.step(action)
+    assert result.is_success, (index, result)
+    env.close()
+    return game
+
+
+with ThreadPoolExecutor(int(os.environ["THREADS"])) as threads:
+    print(*threads.map(solve, range(32)))
+"""
+
+
+def run_with_textworld(script: str, cache: Path, **more: str) -> str:
     python = python_with("textworld==1.7.0", sees_ours=True)
     done = subprocess.run(
-        [python, "-c", PLAYED.replace("ROOT", str(ROOT))],
+        [python, "-c", script.replace("ROOT", str(ROOT))],
         cwd=ROOT,
-        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+        env={**os.environ, "XDG_CACHE_HOME": str(cache), **more},
         capture_output=True,
         encoding="utf-8",
         timeout=290,
     )
-    assert done.stdout.endswith("equal\n"), done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_games_made_at_once_are_the_games_made_alone(tmp_path: Path) -> None:
+    at_once, alone = (
+        run_with_textworld(TOGETHER, tmp_path / threads, THREADS=threads).split()
+        for threads in ("16", "1")
+    )
+    assert at_once == alone
+    assert len({*alone}) > 16
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_generated_game_is_solved_by_its_own_solution(tmp_path: Path) -> None:
+    assert run_with_textworld(PLAYED, tmp_path) == "equal\n"
     games = sorted(each.name for each in tmp_path.rglob("game.z8"))
     assert len(games) == 5
 
