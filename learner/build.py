@@ -189,6 +189,13 @@ def build(
     reward_log = RewardLog(run_dir.group_rewards) if cfg.groups.reward else None
     rewarder = _rewarder(cfg, reward_log, tokenizer)
     is_by_turn = cfg.learner.partial_episodes is PartialEpisodes.TURNS
+    checkpoints = Checkpoints(run_dir.checkpoints, cfg.learner)
+
+    def save_if_due(version: int) -> None:
+        """Save the checkpoint that a crash prevented."""
+        if checkpoints.is_due(version):
+            checkpoints.save(version, model=model, tokenizer=tokenizer, trainer=trainer)
+
     repeat_steps(
         cfg.algorithm,
         run_dir,
@@ -200,6 +207,7 @@ def build(
         rewards=read_group_rewards(run_dir.group_rewards),
         # The teacher scores the episodes once more.
         score=None if teacher is None else partial(teacher.score, check=check),
+        after_step=save_if_due,
     )
     index = JournalIndex(end=journal.position, closed_below=start.closed_below)
     reports = ReportLog()
@@ -239,7 +247,7 @@ def build(
         buffer=buffer,
         publisher=publisher,
         weights_lock=lock,
-        checkpoints=Checkpoints(run_dir.checkpoints, cfg.learner),
+        checkpoints=checkpoints,
         journal=journal,
         upkeep=Upkeep(run_dir.journal, cfg.journal),
         step_log=step_log,

@@ -116,6 +116,7 @@ def repeat_steps(
     checksums: ChecksumLog | None = None,
     rewards: Mapping[str, GroupReward],
     score: ScoreMembers | None = None,
+    after_step: Callable[[int], None] | None = None,
 ) -> None:
     """Train again on the logged batches that no checkpoint contains.
 
@@ -124,7 +125,8 @@ def repeat_steps(
     A step without a metrics line gets one with the training metrics alone. `checksums`, if given,
     logs a warning if a repeated batch differs from its first computation. `rewards` are the logged
     rewards over groups, which replace those of the environment. `score` returns the
-    scores of a teacher, which are not kept: they are asked for again.
+    scores of a teacher, which are not kept: they are asked for again. `after_step`, if given,
+    receives the version of a repeated step; it may save a checkpoint.
 
     Raises:
         LongstrideError: the journal does not hold an episode that is needed.
@@ -142,6 +144,8 @@ def repeat_steps(
         if step.version > metrics.last_step:
             metrics.log(step.version, result.metrics)
         logger.info("repeated step=%d groups=%d", step.version, len(step.groups))
+        if after_step is not None:
+            after_step(step.version)
 
 
 def _scored(group: Group, score: ScoreMembers) -> Group:

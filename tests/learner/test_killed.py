@@ -39,7 +39,7 @@ NUM_STEPS, SKIPPED = 5, (2, 3)  # the batches that are far off, of NUM_STEPS + 2
 SETTINGS = [
     *["train.mode=async", f"train.num_steps={NUM_STEPS}", "eval.before=false", "eval.after=false"],
     *["groups.size=2", "groups.per_step=1", "learner.lr=3e-5", "learner.checkpoint_every_steps=2"],
-    *["learner.keep_checkpoints=1", "learner.max_lag_steps=100", "learner.precision=fp32"],
+    *["learner.keep_checkpoints=3", "learner.max_lag_steps=100", "learner.precision=fp32"],
     *["learner.layout=padded", "learner.attention=products", "learner.num_threads=1"],
     *["learner.controller.ess_skip=0.3", "scheduler.heartbeat_s=0.05", "log.wandb=disabled"],
 ]
@@ -251,6 +251,13 @@ def weights(root: Path) -> dict[str, torch.Tensor]:
     return dict(read_weights(newest / TENSORS, "model"))
 
 
+def kept(run: Neighbours) -> list[str]:
+    return sorted(each.name for each in run.run_dir.checkpoints.iterdir())
+
+
+KEPT = ["step-000002", "step-000004", f"step-{NUM_STEPS:06d}"]
+
+
 @pytest.mark.long
 def test_killed_learner_trains_each_episode_once_with_equal_weights(
     tmp_path: Path, lives: Lives
@@ -259,6 +266,7 @@ def test_killed_learner_trains_each_episode_once_with_equal_weights(
     killed = play(tmp_path / "killed", lives, KILLS)
     for run in (whole, killed):
         run.close()
+        assert kept(run) == KEPT
         steps = run.steps()
         assert [step.is_skipped for step in steps] == [i in SKIPPED for i in range(len(steps))]
         assert [step.number for step in steps] == list(range(1, NUM_STEPS + len(SKIPPED) + 1))
@@ -300,10 +308,15 @@ def test_killed_learner_trains_each_part_once_with_equal_weights(
 ) -> None:
     how: dict[str, Any] = {"settings": OF_PARTS, "batch_of": batch_with_parts}
     whole = play(tmp_path / "whole", lives, [], **how)
-    kills = [("after a step is logged", 2), ("after a step is logged", 1)]
+    kills = [
+        ("after a step is logged", 2),
+        ("after a step is logged", 1),
+        ("before a checkpoint has its name", 1),
+    ]
     killed = play(tmp_path / "killed", lives, kills, **how)
     for run in (whole, killed):
         run.close()
+        assert kept(run) == KEPT
         names = [step.groups for step in run.steps()]
         assert names[1][1][0].startswith("g0000100/0@0-2-")
         assert names[2] == [["g0000100/0@2", "g0000100/1"]]
