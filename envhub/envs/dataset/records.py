@@ -251,6 +251,7 @@ def _load(settings: str, paths: tuple[Path, ...], stamps: object) -> Dataset:
     splits = {"train": DataSplit(name=name, records=train, numbers=numbers), "test": test}
     splits["validation"] = validation
     _warn_of_copies(prompts, splits)
+    _warn_of_unused_sizes(options, splits)
     made = Dataset(prompts=prompts, splits=splits, content=content)
     for split, data_split in splits.items():  # A template that fails does so before the start.
         if data_split.numbers:
@@ -395,4 +396,20 @@ def _warn_of_copies(prompts: PromptMaker, splits: dict[str, DataSplit]) -> None:
                 second,
                 num,
                 len(texts[second]),
+            )
+
+
+def _warn_of_unused_sizes(options: DatasetOptions, splits: dict[str, DataSplit]) -> None:
+    """Warn about numbers of held-out records that come from data of their own."""
+    for key, split in (("eval", "test"), ("validation", "validation")):
+        size = getattr(options, f"{key}_size")
+        if getattr(options, key) and size >= 0:
+            logger.warning(
+                "dataset: data.%s_size=%d has no effect: the %s data are all %d records of %s;"
+                " eval.num_items limits an evaluation",
+                key,
+                size,
+                split,
+                len(splits[split].numbers),
+                splits[split].name,
             )

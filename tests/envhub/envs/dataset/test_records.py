@@ -59,6 +59,19 @@ def test_copies_of_held_out_prompts_are_not_trained(
     assert "copies of held-out prompts are not trained" in caplog.text
 
 
+@pytest.mark.parametrize("key", ["eval", "validation"])
+def test_size_beside_data_of_their_own_has_a_warning(
+    key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = [{"prompt": f"other {i}", "answer": str(i)} for i in range(7)]
+    named = {key: str(write_lines(tmp_path / "other.jsonl", other))}
+    assert "no effect" not in (load(tmp_path, **named), caplog.text)[1]
+    load(tmp_path, **named, **{f"{key}_size": 3})
+    split = "test" if key == "eval" else key
+    said = f"data.{key}_size=3 has no effect: the {split} data are all 7 records of other.jsonl"
+    assert said in caplog.text
+
+
 def test_copy_with_another_answer_in_its_messages_is_not_trained(tmp_path: Path) -> None:
     records = [
         {
