@@ -127,8 +127,7 @@ class TasksetPlayer:
         if seat := self._options["seat"]:
             ours = [trace for trace in ours if trace.agent.name == seat]
         if len(ours) != 1:
-            seats = ", ".join(trace.agent.name for trace in ours) or "none"
-            return {"error": f"the seats of the policy are {seats}; set `seat` to one of them"}
+            return {"error": self.why_not_one([trace.agent.name for trace in ours])}
         values = {name: reward and reward.value for name, reward in ours[0].rewards.items()}
         missing = [name for name, value in values.items() if value is None]
         if missing or not values:
@@ -140,6 +139,16 @@ class TasksetPlayer:
                 return {"error": f"success={success}: no such metric or reward"}
             paid["is_success"] = score >= 1.0
         return {"paid": paid}
+
+    def why_not_one(self, seats: list[str]) -> str:
+        """Return why the traces of these seats are not the policy's only one."""
+        if not seats:
+            seat = f" with the seat {seat}" if (seat := self._options["seat"]) else ""
+            return f"the episode has no trace of the policy{seat}"
+        names = ", ".join(sorted({*seats}))
+        if len({*seats}) > 1:
+            return f"the seats of the policy are {names}; set `seat` to one of them"
+        return f"the seat {names} has {len(seats)} traces; an episode of the policy has one"
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Forward a model request to the policy and return its answer.

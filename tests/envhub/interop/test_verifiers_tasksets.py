@@ -109,10 +109,12 @@ class PairConfig(vf.EnvConfig):
     first: vf.AgentConfig = vf.AgentConfig()
     second: vf.AgentConfig = vf.AgentConfig()
     max_concurrent_agents: int | None = 2
+    is_first_again: bool = False
 
 class PairEnv(vf.Env[PairConfig]):
     async def run(self, task, agents):
-        await asyncio.gather(agents.first.run(task), agents.second.run(task))
+        second = agents.first if self.config.is_first_again else agents.second
+        await asyncio.gather(agents.first.run(task), second.run(task))
 
 class PairTaskset(vf.Taskset[Pair, vf.TasksetConfig]):
     def load(self) -> Iterator[Pair]:
@@ -322,6 +324,27 @@ def test_parallel_requests_of_an_episode_become_successive_turns(tmp_path: Path)
     first, second, end = answers
     assert (first, second.observation, second.done) == ("Who are you?", "Who are you?", False)
     assert end.done
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({}, "the seats of the policy are first, second; set `seat` to one of them"),
+        ({"seat": "third"}, "the episode has no trace of the policy with the seat third"),
+        (
+            {"env": {"is_first_again": True}},
+            "the seat first has 2 traces; an episode of the policy has one",
+        ),
+    ],
+)
+def test_episode_without_exactly_one_trace_fails_with_its_reason(
+    options: dict[str, object], why: str, tmp_path: Path
+) -> None:
+    spec = Registry([described(tmp_path, "tiny_pair", num_test=0, **options)]).spec("tasks")
+    (answers,) = play(spec, {"all-train-0": ["first", "second"]}).values()
+    assert answers[-1] == f"verifiers taskset 'tiny_pair': {why}"
 
 
 @pytest.mark.long
