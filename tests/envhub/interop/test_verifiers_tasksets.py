@@ -340,7 +340,7 @@ def test_parallel_requests_of_an_episode_become_successive_turns(tmp_path: Path)
     ],
 )
 def test_episode_without_exactly_one_trace_fails_with_its_reason(
-    options: dict[str, object], why: str, tmp_path: Path
+    options: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
     spec = Registry([described(tmp_path, "tiny_pair", num_test=0, **options)]).spec("tasks")
     (answers,) = play(spec, {"all-train-0": ["first", "second"]}).values()
