@@ -77,7 +77,7 @@ class HubFull(EnvTimeout):
 
 
 class TrialFailed(LongstrideError):
-    """The episode that is tried before the start failed (exit code 1)."""
+    """An episode that a command needs failed (exit code 1)."""
 
 
 class EpisodesFailed(LongstrideError):

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from common.config.learner import LearnerSection
-from common.errors import ConfigError
+from common.errors import ConfigError, EnvError, TrialFailed
 from common.store.run_dir import RunDir
 from learner.policy.forward import Passes
 from learner.training.step import Loss
@@ -180,7 +180,11 @@ def collect_and_imitate(cfg: SftConfig, run_dir: RunDir) -> int:
     if not cfg.sft.demonstrations:
         path = part.demonstrations
         with serve_hub(cfg, part) as (url, token):
-            demonstrate(cfg, url, token, path)
+            try:
+                demonstrate(cfg, url, token, path)
+            except EnvError as error:
+                log = "" if cfg.envhub.url else f"; the log is {part.logs / 'envhub.log'}"
+                raise TrialFailed(f"a demonstration failed: {error}{log}") from error
     with logged_steps(cfg, part, "sft") as log:
         print(f"policy: {run(cfg, path, log=log)}")
     return 0

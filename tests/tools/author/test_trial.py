@@ -9,7 +9,10 @@ import pytest
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import TrialFailed
+from common.store.run_dir import RunDir
 from tools.author.trial import _last, try_episodes
+from tools.offline.config import SftConfig
+from tools.offline.sft import collect_and_imitate
 
 REWARDS = """
 import os
@@ -83,10 +86,13 @@ def _dataset(tmp_path: Path, reward: str) -> RunConfig:
 
 
 def _door(tmp_path: Path, *, reset: str = "pass", step: str = "pass") -> RunConfig:
+    return load_config("smoke", _overrides(tmp_path, reset=reset, step=step))
+
+
+def _overrides(tmp_path: Path, *, reset: str = "pass", step: str = "pass") -> list[str]:
     path = tmp_path / "door.py"
     path.write_text(ENVIRONMENT.format(reset=reset, step=step), encoding="utf-8")
-    overrides = ["tasks=[{env: door, subset: all}]", f"envhub.envs=['{path}:make_spec']"]
-    return load_config("smoke", overrides)
+    return ["tasks=[{env: door, subset: all}]", f"envhub.envs=['{path}:make_spec']"]
 
 
 @pytest.mark.slow
@@ -158,3 +164,18 @@ def test_event_that_is_written_in_part_does_not_count(tmp_path: Path) -> None:
         assert _last(path) == {}
     path.write_text(f"{first}\n{second}\n", encoding="utf-8")
     assert _last(path) == {"prompts": [{"env": "b"}]}
+
+
+@pytest.mark.slow
+def test_demonstration_that_fails_names_the_call_and_the_log(tmp_path: Path) -> None:
+    overrides = [
+        *_overrides(tmp_path, reset="raise KeyError('nope')"),
+        *("sft.num_demonstrations=2", f"run.dir={tmp_path}", "run.name=run"),
+    ]
+    cfg = load_config("tiny", overrides, schema=SftConfig)
+    run_dir = RunDir(root=tmp_path / "run")
+    with pytest.raises(TrialFailed, match="KeyError: 'nope'") as failure:
+        collect_and_imitate(cfg, run_dir)
+    (log,) = run_dir.root.rglob("envhub.log")
+    assert str(failure.value).endswith(f"; the log is {log}")
+    assert "raise KeyError" in log.read_text(encoding="utf-8")
