@@ -329,16 +329,16 @@ class BfclEnv:
 
     def close(self) -> None:
         """Release the simulated APIs of the episode."""
-        with CALLS:
-            self._forget()
+        self._forget()
 
     def _forget(self) -> None:
         if self._name:
-            _forget_objects(self._name)
+            with CALLS:
+                _forget_objects(self._name)
 
 
 def _forget_objects(name: str) -> None:
-    """Remove the objects that the package keeps under a name of a model."""
+    """Remove the objects that the package keeps under a name of a model; the caller has CALLS."""
     objects = vars(optional_package(f"{CHECKER}.multi_turn_utils", EXTRA))
     for key in [key for key in objects if key.startswith(f"{name}_")]:
         del objects[key]

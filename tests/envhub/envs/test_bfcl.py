@@ -1,5 +1,6 @@
 """Laws of BFCL's multi-turn tasks, with the real package."""
 
+import os
 import subprocess
 
 import pytest
@@ -128,6 +129,54 @@ def test_reference_calls_pass_the_checker_of_the_package() -> None:
         [python, "-c", code], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=280
     )
     assert done.stdout.endswith("equal\n"), done.stderr[-3000:]
+
+
+TOGETHER = r"""
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+sys.path.insert(0, "ROOT")
+from envhub.catalogue.registry import Registry
+from envhub.env import Style
+
+spec = Registry(["bfcl"]).spec("bfcl")
+sys.setswitchinterval(1e-6)
+
+
+def solve(index):
+    env = spec.make(Style.COMPACT)
+    texts = [env.reset(f"{[*spec.subsets][index % 3]}-train-{index % 120}", 0)]
+    while (action := env.expert_action()) is not None:
+        result = env.step(action)
+        texts.append((action, result.observation))
+    env.close()
+    return hash((*texts, result.reward))
+
+
+with ThreadPoolExecutor(int(os.environ["THREADS"])) as threads:
+    print(*threads.map(solve, range(160)))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_scenarios_played_at_once_are_the_scenarios_played_alone() -> None:
+    python = python_with("--no-deps", "bfcl-eval==2026.3.23", sees_ours=True)
+    played: list[list[str]] = []
+    for threads in ("16", "1"):
+        done = subprocess.run(
+            [python, "-c", TOGETHER.replace("ROOT", str(ROOT))],
+            cwd=ROOT,
+            env={**os.environ, "THREADS": threads, "PYTHONHASHSEED": "0"},
+            capture_output=True,
+            encoding="utf-8",
+            timeout=140,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        played.append(done.stdout.split())
+    assert played[0] == played[1]
+    assert len({*played[1]}) > 100
 
 
 LS = {"properties": {"a": {"type": "boolean"}, "path": {"type": "string"}}}
