@@ -121,8 +121,9 @@ class RandomStates:
 class SeededEnv:
     """An episode of a game; each item is a seed."""
 
-    def __init__(self, game: Game, subset: SubsetSpec, rule: RewardRule) -> None:
-        self._game = game
+    def __init__(self, make_game: Callable[[], Game], subset: SubsetSpec, rule: RewardRule) -> None:
+        self._make_game = make_game
+        self._made: Game | None = None
         self._subset = subset
         self._rule = rule
         self._rewards = Rewards(rule)
@@ -136,6 +137,9 @@ class SeededEnv:
         self._rewards = Rewards(self._rule)
         self._reward = self._rule.start_score
         game_seed = FIRST_SEEDS[item.split] + item.index
+        if self._made is None:
+            with self._draws.used():  # Constructors of games draw, too.
+                self._made = self._make_game()
         self._draws.seed(game_seed)
         with self._draws.used():
             self._first = self._text = self._game.begin(game_seed)
@@ -183,7 +187,14 @@ class SeededEnv:
         return hashlib.sha256(self._first.encode(errors="surrogatepass")).hexdigest()
 
     def close(self) -> None:
-        self._game.close()
+        """Close the game, if there is one."""
+        if self._made is not None:
+            self._made.close()
+
+    @property
+    def _game(self) -> Game:
+        assert self._made is not None, "a call before the first reset"
+        return self._made
 
 
 def _check_playable(text: str) -> None:
@@ -314,7 +325,7 @@ def make_spec(reference: str) -> EnvSpec:
     )
 
     def make(_: Style) -> SeededEnv:
-        return SeededEnv(make_game(name), subset, rule)
+        return SeededEnv(partial(make_game, name), subset, rule)
 
     return EnvSpec(
         name=name.rpartition(":")[2],

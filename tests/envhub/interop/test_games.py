@@ -314,6 +314,25 @@ def test_process_wide_draws_of_an_episode_do_not_depend_on_other_episodes() -> N
     assert played(is_alone=True) == played(is_alone=False)
 
 
+class Shuffled(Dice):
+    """Draw when it is constructed, as some games do."""
+
+    def __init__(self) -> None:
+        random.random()
+        np.random.random()
+
+
+def test_constructor_of_a_game_changes_no_draws_of_other_episodes() -> None:
+    gymnasium.register("Shuffled-v0", entry_point=lambda **_: Shuffled())
+    spec = make_spec("gymnasium:Shuffled-v0")
+    before = random.getstate()
+    numpy_before: Any = np.random.get_state()
+    spec.make(Style.COMPACT).reset("all-train-0", 0)
+    numpy_after: Any = np.random.get_state()
+    assert random.getstate() == before
+    assert all(map(np.array_equal, numpy_before, numpy_after))
+
+
 class Coin:
     """A game of the process-wide random generators, whose samples draw, too."""
 
@@ -337,7 +356,7 @@ class Coin:
 
 
 def test_samples_change_no_draws() -> None:
-    env = SeededEnv(Coin(), SubsetSpec(num_train=5, num_test=1, max_turns=5), RewardRule())
+    env = SeededEnv(Coin, SubsetSpec(num_train=5, num_test=1, max_turns=5), RewardRule())
     before = random.getstate()
 
     def played(num_looks: int) -> list[str]:
