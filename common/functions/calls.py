@@ -531,7 +531,7 @@ class Caller:
 
     async def _take(self, *, is_shared: bool) -> GraderProcess:
         """Return a process with a place for a call, which is counted. Raises: EnvFailure."""
-        began_s = time.monotonic()
+        waited_s = 0.0  # Seconds in which no process was starting.
         while True:
             process = self._free(is_shared=is_shared)
             if process is not None:
@@ -540,7 +540,6 @@ class Caller:
                 return process
             num = len(self._processes) + self._num_starting
             is_starting = self._num_starting > 0
-            waited_s = time.monotonic() - began_s
             if waited_s > MAX_WAIT_S and not is_starting:
                 text = f"all {num} processes of functions were busy for {waited_s:.0f} s"
                 raise EnvFailure(f"{text}; {self._busy_remedy}")
@@ -548,10 +547,13 @@ class Caller:
             is_late = waited_s > BUSY_S and not is_starting
             if num < NUM_WARM or (is_late and num < MAX_PROCESSES and self._has_memory()):
                 await self._start()
-            else:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(BUSY_S), self._num_free:
-                        await self._num_free.wait()
+                continue
+            began_s = time.monotonic()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BUSY_S), self._num_free:
+                    await self._num_free.wait()
+            if not is_starting:
+                waited_s += time.monotonic() - began_s
 
     def _free(self, *, is_shared: bool) -> GraderProcess | None:
         """Return a process with a place for a call; None: all are busy."""

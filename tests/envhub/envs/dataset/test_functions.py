@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.functions.calls import NUM_WARM, Caller, Ungraded, UserFunction, load_function
+from common.functions.calls import (
+    MAX_WAIT_S,
+    NUM_WARM,
+    Caller,
+    Ungraded,
+    UserFunction,
+    load_function,
+)
 from common.functions.process import pack, unpack
 from common.repository import ROOT
 from envhub.env import EnvFailure
@@ -324,6 +331,44 @@ def test_calls_that_wait_for_a_slow_library_start_no_crowd_of_processes(tmp_path
     finally:
         caller.close()
     assert len(list(tmp_path.glob("loaded-*"))) - num_before <= NUM_WARM
+
+
+SLOW_START = """
+import time
+from pathlib import Path
+
+START = Path(__file__).with_name("start")
+if START.exists():
+    time.sleep(WAIT_S + 1)
+
+
+def sleeps(seconds):
+    time.sleep(seconds)
+    return 1.0
+"""
+
+
+@pytest.mark.slow
+def test_wait_for_a_process_that_starts_is_no_wait_for_busy_ones(tmp_path: Path) -> None:
+    code = SLOW_START.replace("WAIT_S", f"{MAX_WAIT_S}")
+    (tmp_path / "slow.py").write_text(code, encoding="utf-8")
+    function = load_function("reward", f"{tmp_path / 'slow.py'}:sleeps")
+    caller = Caller([function])
+
+    async def call(seconds: float) -> float:
+        return (await caller.call(function, {"seconds": seconds}, timeout_s=60)).value
+
+    async def call_all() -> list[float]:
+        await caller.prepare()
+        (tmp_path / "start").touch()
+        # One call is longer than the start of the further processes, which the others await.
+        calls = [call(MAX_WAIT_S + 4), *(call(1.0) for _ in range(NUM_WARM + 1))]
+        return await asyncio.gather(*calls)
+
+    try:
+        assert asyncio.run(call_all()) == [1.0] * (NUM_WARM + 2)
+    finally:
+        caller.close()
 
 
 def test_process_that_cannot_start_is_a_failure_and_no_score(tmp_path: Path) -> None:
