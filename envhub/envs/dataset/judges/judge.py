@@ -7,6 +7,7 @@ import logging
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 MAX_ANSWERS = 100_000  # Older answers are removed.
 ANSWERS_PER_CHECK = 1_000
 BUSY_S = 30.0  # Seconds for which a statement waits for other processes.
+BUSY_POLL_S = 0.02
 SCHEMA = """
 create table if not exists answers (key text primary key, answer text, tokens_in int,
     tokens_out int);
@@ -66,7 +68,7 @@ class JudgeStore:
         self._base = sqlite3.connect(
             place, timeout=BUSY_S, isolation_level=None, check_same_thread=False
         )
-        self._base.execute("pragma journal_mode=wal")
+        _use_wal(self._base)
         self._base.execute("pragma synchronous=normal")
         self._base.executescript(SCHEMA)
 
@@ -116,6 +118,20 @@ class JudgeStore:
         """Return the rows of a statement. Threads take turns."""
         with self._lock, closing(self._base.execute(statement, values)) as cursor:
             return cursor.fetchall()
+
+
+def _use_wal(base: sqlite3.Connection) -> None:
+    """Use a write-ahead log. SQLite itself does not wait for a process that does the same."""
+    deadline_s = time.monotonic() + BUSY_S
+    while True:
+        try:
+            base.execute("pragma journal_mode=wal")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline_s:
+                raise
+            time.sleep(BUSY_POLL_S)
+        else:
+            return
 
 
 MAX_REPLY_BYTES = 8 << 20

@@ -1,5 +1,8 @@
 """Laws of the kept answers and totals of a judge."""
 
+import sqlite3
+import threading
+from contextlib import closing
 from pathlib import Path
 
 from envhub.envs.dataset.judges.judge import Answer, JudgeStore
@@ -26,3 +29,15 @@ def test_newest_answers_are_kept() -> None:
     assert found == {"k0", "k4"}
     assert store.find("k4") == Answer(text="t4", prompt_tokens=4)
     store.close()
+
+
+def test_store_waits_for_a_process_that_makes_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    with closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)) as other:
+        other.execute("begin immediate")
+        timer = threading.Timer(0.2, other.execute, ["commit"])
+        timer.start()
+        store = JudgeStore(path)
+        timer.join()
+        assert store.add("calls")
+        store.close()
