@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import gc
+import importlib
 import multiprocessing
 import os
 import secrets
@@ -117,7 +119,11 @@ def _play_process(
     os.setsid()  # One signal to the group also stops the engine.
     configure_logging("play", log_level)
     fix_prompts(model)
+    # An error within vLLM's import keeps the frames of this call stack. An engine in one of them
+    # would last until the end of the interpreter, which its finalizer reports as an error.
+    importlib.import_module("actor.engine.engine")
     asyncio.run(play_with_engine(job, model, actor, seed=seed))
+    gc.collect()
 
 
 async def play_with_engine(

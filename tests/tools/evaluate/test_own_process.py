@@ -41,3 +41,18 @@ def test_killed_process_leaves_no_warning_about_its_semaphores(tmp_path: Path) -
         check=True,
     )
     assert (done.stdout, done.stderr) == ("-9\n", "")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_engine_is_gone_before_the_interpreter_ends(tmp_path: Path) -> None:
+    words = ["eval", "--config", "smoke", "model.path=configs/policies/tiny", "eval.num_items=2"]
+    done = subprocess.run(
+        [sys.executable, "run.py", *words, f"run.dir={tmp_path}", "run.name=e"],
+        cwd=ROOT,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Exception ignored" not in done.stderr
