@@ -137,19 +137,18 @@ class SeededEnv:
         self._rewards = Rewards(self._rule)
         self._reward = self._rule.start_score
         game_seed = FIRST_SEEDS[item.split] + item.index
-        if self._made is None:
-            with self._draws.used():  # Constructors of games draw, too.
-                self._made = self._make_game()
+        game = self._game()
         self._draws.seed(game_seed)
         with self._draws.used():
-            self._first = self._text = self._game.begin(game_seed)
+            self._first = self._text = game.begin(game_seed)
         return self._first
 
     def step(self, action: str) -> StepResult:
         """Play the text after the last "Action:". Raises: EnvFailure: an invalid reward."""
+        game = self._game()
         try:
             with self._draws.used():
-                moved = self._game.act(action_text(action))
+                moved = game.act(action_text(action))
         except BadAction as error:
             return StepResult(
                 observation=str(error), reward=self._reward, done=False, is_valid=False
@@ -171,9 +170,10 @@ class SeededEnv:
 
     def valid_actions(self) -> list[str]:
         """Return sample actions of the game; [] if any text is an action."""
+        game = self._game()
         draws = copy.copy(self._draws)  # Samples change no draw of a later step.
         with draws.used():
-            return self._game.samples()
+            return game.samples()
 
     def expert_action(self) -> str | None:
         """Return None: the libraries have no experts."""
@@ -191,9 +191,11 @@ class SeededEnv:
         if self._made is not None:
             self._made.close()
 
-    @property
     def _game(self) -> Game:
-        assert self._made is not None, "a call before the first reset"
+        """Return the game, made at the first call."""
+        if self._made is None:
+            with self._draws.used():  # Constructors of games draw, too.
+                self._made = self._make_game()
         return self._made
 
 

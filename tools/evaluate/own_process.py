@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import gc
-import importlib
 import multiprocessing
 import os
 import secrets
@@ -121,20 +120,24 @@ def _play_process(
     fix_prompts(model)
     # An error within vLLM's import keeps the frames of this call stack. An engine in one of them
     # would last until the end of the interpreter, which its finalizer reports as an error.
-    importlib.import_module("actor.engine.engine")
-    asyncio.run(play_with_engine(job, model, actor, seed=seed))
+    from actor.engine.engine import Engine  # It loads vLLM.
+
+    asyncio.run(play_with_engine(Engine, job, model, actor, seed=seed))
     gc.collect()
 
 
 async def play_with_engine(
-    job: PlayJob, model: ModelSection, actor: ActorSection, *, seed: int
+    engine_type: "type[Engine]",
+    job: PlayJob,
+    model: ModelSection,
+    actor: ActorSection,
+    *,
+    seed: int,
 ) -> None:
     """Play the job. Raises: EngineError: the engine did not start or failed; and as `play`."""
-    from actor.engine.engine import Engine  # It loads vLLM.
-
     renderer = load_renderer(model.path, actor.format)
     renderer.check_room(actor)
-    engine = await Engine.start(
+    engine = await engine_type.start(
         model, actor, end_of_turn_ids=renderer.end_of_turn_ids, seed=seed, is_repeatable=True
     )
     engine.version = 0
