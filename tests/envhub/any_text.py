@@ -109,7 +109,7 @@ MAX_LIKE = 4  # actions of different first words, from which texts are made
 REASON = re.compile(
     r"invalid|not\b|no (change|table|tool|known|such|json|element|letter)|could|can't|cannot|wrong"
     r"|must|at most|more than|longer|refused|error|unrecognized|which number|nothing happens"
-    r"|beyond|syntax|near|incomplete|failed|too |known actions|ambiguous",
+    r"|beyond|syntax|near|incomplete|failed|too |is empty|known actions|ambiguous",
     re.IGNORECASE,
 )
 

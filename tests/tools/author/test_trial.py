@@ -169,14 +169,12 @@ def test_event_that_is_written_in_part_does_not_count(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_demonstration_that_fails_names_the_call_and_the_log(tmp_path: Path) -> None:
     overrides = [
-        *_overrides(tmp_path, reset="raise KeyError('nope')"),
-        *(
-            "sft.num_demonstrations=2",
-            "sft.expert_subsets=[]",
-            f"run.dir={tmp_path}",
-            "run.name=run",
-        ),
+        "sft.num_demonstrations=2",
+        "sft.expert_subsets=[]",
+        f"run.dir={tmp_path}",
+        "run.name=run",
     ]
+    overrides += _overrides(tmp_path, reset="raise KeyError('nope')")
     cfg = load_config("tiny", overrides, schema=SftConfig)
     run_dir = RunDir(root=tmp_path / "run")
     with pytest.raises(TrialFailed, match="KeyError: 'nope'") as failure:

@@ -391,7 +391,7 @@ def test_band_of_two_seeds_has_the_quantile_of_students_t(page: Page, url: str) 
 
 def test_continued_run_shows_its_last_evaluation_at_its_version(page: Page, url: str) -> None:
     page.goto(url)
-    # Below the page's own view, which replaces its content at any time.
+    # The card lies below the page's own view, which replaces its content at any time.
     script = """async (evaluations) => {
       const { evaluationsCard } = await import("/static/results.js");
       const card = evaluationsCard({ evaluations, step: 80 });

@@ -361,8 +361,9 @@ def test_wait_for_a_process_that_starts_is_no_wait_for_busy_ones(tmp_path: Path)
     async def call_all() -> list[float]:
         await caller.prepare()
         (tmp_path / "start").touch()
-        # One call is longer than the start of the further processes, which the others await.
-        calls = [call(MAX_WAIT_S + 4), *(call(1.0) for _ in range(NUM_WARM + 1))]
+        # The first call is longer than the start of the processes that the others await.
+        calls = [call(MAX_WAIT_S + 4)]
+        calls += [call(1.0) for _ in range(NUM_WARM + 1)]
         return await asyncio.gather(*calls)
 
     try:
