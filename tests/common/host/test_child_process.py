@@ -76,7 +76,7 @@ def test_nested_children_with_own_sessions_die_together(tmp_path: Path, ready: P
     pid_file = tmp_path / "pid"
     outer = start(tmp_path, NESTED, STAYS, ready, pid_file)
     try:
-        outer.wait_until(pid_file.exists, timeout_s=30.0)
+        outer.wait_until(lambda: pid_file.exists() and pid_file.read_text() != "", timeout_s=30.0)
     finally:
         outer.clear_away()
     inner = Path("/proc") / pid_file.read_text(encoding="utf-8") / "stat"
