@@ -29,6 +29,18 @@ SPACED = re.compile(r"(?<![\w.,/^])([1-9]\d{0,2}(?: \d{3})+)(?![\w/^])")
 GAP = r"(?:[^\S\n]|\\[,;:! ]){1,3}(?=\\?[$€£¥]?\s?[\d.]|\\[dtc]?frac)"
 APART = re.compile(rf"((?:[=≈~<>(\[{{:,|][ \t]{{0,3}}|\$)[-+]){GAP}")
 ALONE = re.compile(rf"\A([\s*$]*[-+]){GAP}(?=(?:\\[dtc]?frac|\d|[^\w\n])*\s*\Z)")
+# Marks of text around a number behind its sign: "-**5**", "-`5`", "-\mathbf{5}", "-<b>5</b>".
+MARKED = re.compile(
+    r"((?:[=≈~<>(\[{:,|][ \t]{0,3}|\$)[-+][ \t]{0,3}|(?<![\w)\]}.])[-+])"
+    r"(?:(\*{1,3}|_{1,2}|`)|\\(?:math|text)[a-z]*\s?(\{)|(\{)|<(\w{1,10})>)"
+    r"(\\?[$€£¥]?\s?[\d.][^*_`{}<\n]*)(?(2)\2|(?(3)\}|(?(4)\}|</\5>)))"
+)
+# "negative 5", and "minus 5" that subtracts nothing.
+NEGATIVE = re.compile(
+    r"(?:(?<![\w-])negative|((?:\A|[=:(]|\b(?:is|are|be|get|gets|equals))\s{0,3})minus)"
+    r"\s{1,3}(?=[$€£¥]?[\d.])",
+    re.IGNORECASE,
+)
 BRACKETED = re.compile(r"(?<![\w)\]}.])([-+])(?:\\left)?\(\s?([\d.,/]{1,200})\s?(?:\\right)?\)")
 NUMBER = re.compile(
     r"(?P<sign>(?<![\w)\]}.])[-+](?:\\?[$€£¥]\s?)?|)"
@@ -42,12 +54,15 @@ NUMBER = re.compile(
 )
 # The text before a number that is an exponent. Two stars after a space begin bold text.
 EXPONENT = re.compile(r"(?:\^\s?|(?<=[\w)\]}])\*\*\s?|\s\*\*\s)[{(]?[-+]?$")
+# Bold text, which is no power: "is**7**", but not "2**3**".
+BOLD = re.compile(r"(?<![\d)\]}*])\*\*(?=\S)([^*\n]*)(?<=\S)\*\*(?![\w*(])")
 MAX_DIGITS = 100_000  # Digits, or zeros of an exponent, of a number that is compared.
 CHARACTERS = str.maketrans(
     {
         **dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d", "-"),
         **dict.fromkeys("\u2044\u2215\uff0f", "/"),
         **dict.fromkeys("\u066a\uff05", "%"),
+        **dict.fromkeys("\u200b\u200e\u200f\u2060\ufeff", ""),  # They have no width.
         **{"\u066b": ".", "\uff0e": ".", "\u066c": ",", "\uff0c": ",", "\uff0b": "+"},
     }
 )
@@ -126,12 +141,14 @@ def read_number(text: str) -> Number | None:
 
 def plain_digits(text: str) -> str:
     """Return a text whose digits, signs, fractions and exponents are written in ASCII."""
-    text = ascii_digits(text)
+    text = NEGATIVE.sub(r"\1-", ascii_digits(text))
+    text = MARKED.sub(r"\1\6 ", text)
     for sign in (APART, ALONE):
         text = sign.sub(r"\1", text)
     text = BRACKETED.sub(r"\1\2", LATEX_FRACTION.sub(_plain_fraction, text))
     text = GROUPED.sub("", text)
-    return SPACED.sub(lambda m: m[0].replace(" ", ""), text)
+    text = SPACED.sub(lambda m: m[0].replace(" ", ""), text)
+    return BOLD.sub(r";\1 ", text)
 
 
 def ascii_digits(text: str) -> str:
