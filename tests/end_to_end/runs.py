@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from learner.journal.metrics import read_metrics
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 NO_VARIABLES: Mapping[str, str] = {}  # Beside those of the test itself.
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
@@ -65,7 +67,8 @@ class Run:
                 self.process.wait(15)
         self._output.close()
         for left in self.left_over():
-            os.kill(left, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # It has just ended.
+                os.kill(left, signal.SIGKILL)
 
     @property
     def output(self) -> str:
@@ -100,13 +103,8 @@ class Run:
         return json.loads((self.root / name).read_text(encoding="utf-8"))
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl so far."""
-        path = self.root / "metrics.jsonl"
-        return (
-            [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-            if path.exists()
-            else []
-        )
+        """Return the complete lines of metrics.jsonl so far."""
+        return [*read_metrics(self.root / "metrics.jsonl")]
 
     def role_pids(self, role: str) -> list[int]:
         """Return the process ids of a role's own processes that run."""
