@@ -231,7 +231,7 @@ def test_background_process_may_write_after_its_command() -> None:
     async def work(sandbox: Sandbox) -> str:
         late = "(sleep 0.5; yes | head -c 1000000; echo end > done) & true"
         await shell(sandbox, late, keeps_processes=True)
-        wait = "until [ -f done ]; do sleep 0.05; done; cat done"
+        wait = "until [ -s done ]; do sleep 0.05; done; cat done"
         return (await shell(sandbox, wait, keeps_processes=True)).text
 
     assert in_sandbox(work) == "end\n"
