@@ -275,12 +275,12 @@ def journal_file_path(folder: Path, number: int) -> Path:
 def journal_files(folder: Path) -> dict[int, Path]:
     """Return the paths of existing files, in order. Compressed ones end in `.log.gz`."""
     paths: dict[int, Path] = {}
-    for path in sorted(folder.glob(f"[0-9]*.log{PACKED_SUFFIX}")) + sorted(
-        folder.glob("[0-9]*.log")
-    ):
-        number = path.name.partition(".")[0]
-        if number.isdigit():
-            paths[int(number)] = path
+    # A file that is being compressed has both names, and then only the second one.
+    for pattern in ("[0-9]*.log", f"[0-9]*.log{PACKED_SUFFIX}"):
+        for path in folder.glob(pattern):
+            number = path.name.partition(".")[0]
+            if number.isdigit():
+                paths.setdefault(int(number), path)
     return dict(sorted(paths.items()))
 
 

@@ -4,8 +4,9 @@ import struct
 import subprocess
 import sys
 import zlib
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from learner.journal.journal import (
     MAGIC,
     JournalPosition,
     JournalWriter,
+    journal_files,
     load_pruned,
     read_journal,
     record_buffers,
@@ -286,6 +288,22 @@ def test_packed_files_read_as_before_from_anywhere(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(WireError, match=r"000001\.log\.gz"):
         ids(tmp_path)
+
+
+class CompressedMeanwhile(PosixPath):
+    """A folder whose first file is compressed after the first listing."""
+
+    def glob(self, pattern: str) -> Iterator[Path]:  # type: ignore[override]
+        listed = list(super().glob(pattern))
+        if (self / "000000.log").exists():
+            pack(Path(self), 0)
+        return iter(listed)
+
+
+def test_file_is_listed_during_its_compression(tmp_path: Path) -> None:
+    write(tmp_path, "g/0", "g/1", max_file_bytes=1)
+    assert [*journal_files(CompressedMeanwhile(tmp_path))] == [0, 1]
+    assert [*tmp_path.glob("000000*")] == [tmp_path / "000000.log.gz"]
 
 
 def test_pruned_files_are_refused_or_skipped(tmp_path: Path) -> None:
