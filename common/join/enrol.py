@@ -202,12 +202,12 @@ def _download_files(connection: _SchedulerConnection, files: list[SharedFile]) -
     try:
         for file in files:
             _download_file(connection, file, temporary / file.name)
-        shutil.rmtree(folder, ignore_errors=True)
         try:
             temporary.rename(folder)
-        except OSError:  # Another node of this machine has created the same folder.
+        except OSError:  # Another node of this machine has created the folder, and may read it.
             if not all(is_intact(folder / file.name, file) for file in files):
-                raise
+                shutil.rmtree(folder, ignore_errors=True)
+                temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder

@@ -231,6 +231,24 @@ def test_damaged_file_is_refused_and_removed(scheduler: Scheduler, tmp_path: Pat
     assert cached(tmp_path) == []
 
 
+def test_folder_that_another_node_completes_meanwhile_stays(scheduler: Scheduler) -> None:
+    folder = Path(enrol(scheduler.address, scheduler.key, REQUEST, timeout_s=WAIT_S).model_path)
+    of_another = folder.rename(folder.with_name("of-another"))
+    inode = of_another.stat().st_ino
+
+    def complete(answer: Any) -> Any:
+        if isinstance(answer, FilePart) and of_another.exists():
+            of_another.rename(folder)
+        return answer
+
+    scheduler.alter = complete
+    enrol(scheduler.address, scheduler.key, REQUEST, timeout_s=WAIT_S)
+    assert folder.stat().st_ino == inode
+    (folder / "config.json").write_text("damaged", encoding="utf-8")
+    enrol(scheduler.address, scheduler.key, REQUEST, timeout_s=WAIT_S)
+    assert (folder / "config.json").read_text(encoding="utf-8") == '{"a": 1}'
+
+
 def test_only_listed_files_are_served(scheduler: Scheduler, tmp_path: Path) -> None:
     (Path(scheduler.cfg.model.path) / "model.safetensors").write_bytes(b"weights")
     enrolments = Enrolments(scheduler.cfg, tmp_path / "keys")
