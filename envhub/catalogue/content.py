@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from common.store.run_dir import write_json
 from envhub.catalogue.registry import Registry
 from envhub.env import REVISION
 
@@ -55,4 +56,4 @@ def record_content(folder: Path, contents: Mapping[str, Mapping[str, str]]) -> N
     path = folder / FILE
     recorded = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if contents.keys() - recorded.keys():
-        path.write_text(json.dumps({**contents, **recorded}, indent=1), encoding="utf-8")
+        write_json(path, {**contents, **recorded}, indent=1)
