@@ -38,7 +38,7 @@ from common.errors import LongstrideError
 from common.host.child_process import ChildProcess
 from common.host.process_settings import ONE_THREAD
 from common.log import configure_logging
-from common.store.run_dir import RunDir
+from common.store.run_dir import RunDir, write_atomically
 from common.store.run_start import save_config
 from common.wire.messages import Trajectory
 from common.wire.security import create_keys
@@ -143,7 +143,7 @@ async def _count(run_dir: RunDir, name: str, engine: SeededActions) -> None:
         asked = time.monotonic()
         await asyncio.sleep(COUNT_S)
         longest_s = max(longest_s, time.monotonic() - asked - COUNT_S)
-        path.write_text(f"{engine.num_turns} {engine.longest} {longest_s}", encoding="utf-8")
+        write_atomically(path, f"{engine.num_turns} {engine.longest} {longest_s}")
 
 
 def main(folder: str, number: str, hold_at: str) -> None:
@@ -331,8 +331,8 @@ def _await(happened: Callable[[], bool], roles: dict[str, ChildProcess]) -> None
 def _counted(run_dir: RunDir, name: str) -> tuple[int, int, float]:
     """Return an actor's turns, its longest prompt, and the longest delay of its event loop."""
     path = run_dir.root / f"{name}.turns"
-    words = path.read_text(encoding="utf-8").split() if path.exists() else []
-    return (int(words[0]), int(words[1]), float(words[2])) if len(words) == 3 else (0, 0, 0.0)
+    words = path.read_text(encoding="utf-8").split() if path.exists() else ["0"] * 3
+    return int(words[0]), int(words[1]), float(words[2])
 
 
 def _sample(run_dir: RunDir, roles: dict[str, ChildProcess], *, num_episodes: int) -> RoleSample:

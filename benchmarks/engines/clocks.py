@@ -112,7 +112,6 @@ def serve(folder: Path, names: list[str], *, token_s: float, vocab_size: int) ->
     by_socket = {engine.requests: engine for engine in engines}
     for socket in by_socket:
         poller.register(socket, zmq.POLLIN)
-    (folder / COUNTER).write_bytes(struct.pack("q", 0))
     with (folder / COUNTER).open("r+b") as file, mmap.mmap(file.fileno(), 8) as counter:
         running: list[tuple[float, int, EngineClock, EngineCoreRequest, int]] = []
         number = num_tokens = 0

@@ -81,6 +81,7 @@ def measure(
     run_dir = prepare_run(folder, per_process=per_process)
     clocks_dir = folder / "c"
     clocks_dir.mkdir()
+    (clocks_dir / COUNTER).write_bytes(struct.pack("q", 0))
     names = [actor_name(i) for i in range(-(-num_engines // per_process))]
     engines = [engine for name in names for engine in engine_names(name, per_process)]
     with ExitStack() as children:
@@ -165,8 +166,7 @@ def num_words(model: Path) -> int:
 
 def read_tokens(folder: Path) -> int:
     """Return the number of tokens that all clocks have sampled."""
-    path = folder / COUNTER
-    return struct.unpack("q", path.read_bytes())[0] if path.exists() else 0
+    return struct.unpack("q", (folder / COUNTER).read_bytes())[0]
 
 
 def _await_tokens(clocks_dir: Path, num_tokens: int, roles: list[ChildProcess]) -> None:
