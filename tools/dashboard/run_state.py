@@ -66,7 +66,15 @@ def is_run(folder: Path) -> bool:
 def parts_of(folder: Path) -> list[Path]:
     """Return the folders of the commands beside a run, the most recently changed first."""
     parts = [part for pattern in PARTS for part in folder.glob(pattern) if is_run(part)]
-    return sorted(parts, key=lambda part: -part.stat().st_mtime)
+    return sorted(parts, key=changed_at, reverse=True)
+
+
+def changed_at(folder: Path) -> float:
+    """Return when a folder changed last; 0 if it was just removed."""
+    try:
+        return folder.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def is_part(folder: Path) -> bool:

@@ -19,7 +19,7 @@ from common.ids import process_of
 from common.stall.report import RoleActivity, culprits, describe, read_activity, waits
 from common.stall.stacks import MAX_STACKS_BYTES, ask, helpers_of
 from common.store.disk import if_room
-from common.store.run_dir import RunDir
+from common.store.run_dir import RunDir, write_atomically
 from learner.teacher.scores import TEACHER
 from tools.launch.base import RoleProcess, StallVerdict
 
@@ -367,7 +367,7 @@ class StallWatch:
             cut_stacks(asked)
         self._run_dir.stalls.mkdir(exist_ok=True)
         path = self._run_dir.stalls / f"{time.strftime('%Y%m%d-%H%M%S')}.txt"
-        path.write_text("\n".join(parts) + "\n", encoding="utf-8")
+        write_atomically(path, "\n".join(parts) + "\n")
         for old in sorted(self._run_dir.stalls.glob("*.txt"))[:-MAX_REPORTS]:
             old.unlink(missing_ok=True)
         policy = self._cfg.on_stall

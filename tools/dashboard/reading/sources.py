@@ -17,7 +17,7 @@ from common.store.run_dir import RunDir
 from learner.journal.index import FLOATS, INTS, NAMES, EpisodeRows
 from tools.dashboard.reading.rows import page
 from tools.dashboard.reading.run_source import RunSource
-from tools.dashboard.run_state import is_run, parts_of
+from tools.dashboard.run_state import changed_at, is_run, parts_of
 from tools.exchange.agent_traj import Conversation, read_conversations
 
 logger = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ class Sources:
             folders = [each for each in self._runs.glob("*") if not each.is_symlink()]
             paths = [path for folder in folders for path in (folder, *parts_of(folder))]
             paths = [path for path in paths if is_run(path)]
-            for path in sorted(paths, key=lambda each: -each.stat().st_mtime)[:MAX_RUNS]:
+            for path in sorted(paths, key=changed_at, reverse=True)[:MAX_RUNS]:
                 name = path.relative_to(self._runs).as_posix()
                 if name not in self._known:
                     self._known[name] = RunSource(path.resolve(), name=name, cache=self._cache)

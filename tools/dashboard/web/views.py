@@ -342,9 +342,8 @@ def _events(logs: Path) -> dict[str, Any]:
 
 def _stalls(folder: Path) -> list[dict[str, str]]:
     """Return the newest stall reports."""
-    paths = sorted((p for p in folder.glob("*") if p.is_file()), key=lambda p: p.stat().st_mtime)
     reports: list[dict[str, str]] = []
-    for path in paths[-5:]:
+    for path in sorted(folder.glob("*.txt"))[-5:]:  # Their names begin with the time.
         try:
             text = path.read_text(errors="replace", encoding="utf-8")[:MAX_REPORT_CHARS]
         except OSError:
