@@ -24,6 +24,7 @@ from common.config.curriculum import subsets_in_use
 from common.errors import ConfigError, EnvError
 from common.formats.answers import in_react
 from common.segments import as_rows
+from common.store.run_dir import write_atomically
 from common.wire.messages import PolicyKind
 from tools.evaluate.play import PlannedEpisode, lease_of
 from tools.offline.config import SftConfig
@@ -243,7 +244,7 @@ def demonstrate(cfg: SftConfig, url: str, token: str, path: Path) -> None:
     played = asyncio.run(_play_all(cfg, url, token))
     records = [record for own, _ in played for record in own]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
     num_solved = sum(is_solved for _, is_solved in played)
     logger.info("demonstrations episodes=%d solved=%d file=%s", len(played), num_solved, path)
 
