@@ -1,6 +1,7 @@
 """Prepares the run directory of a start: new, resumed, or with a finished run renamed first."""
 
 import logging
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -129,13 +130,20 @@ def keep_tokenizer(cfg: RunConfig, run_dir: RunDir) -> None:
     if (source / TOKENIZER_FILES[0]).is_file():
         for name in TOKENIZER_FILES:
             if (source / name).is_file():
-                shutil.copyfile(source / name, run_dir.tokenizer / name)
+                _copy_atomically(source / name, run_dir.tokenizer / name)
     else:
         _convert_tokenizer(source, run_dir.tokenizer)
     if (source / GENERATION_CONFIG).is_file():  # It names ends of a turn.
-        shutil.copyfile(source / GENERATION_CONFIG, run_dir.tokenizer / GENERATION_CONFIG)
+        _copy_atomically(source / GENERATION_CONFIG, run_dir.tokenizer / GENERATION_CONFIG)
     if template := template_at(cfg.model):  # Written without a byte order mark.
-        (run_dir.tokenizer / OWN_TEMPLATE).write_text(read_template(template), encoding="utf-8")
+        write_atomically(run_dir.tokenizer / OWN_TEMPLATE, read_template(template))
+
+
+def _copy_atomically(source: Path, target: Path) -> None:
+    """Replace a file by a copy. A dashboard may read it while the run starts again."""
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    shutil.copyfile(source, partial)
+    partial.replace(target)
 
 
 def _convert_tokenizer(source: Path, folder: Path) -> None:
