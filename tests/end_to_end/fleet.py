@@ -30,6 +30,7 @@ from learner.journal.journal import read_journal
 from tests.end_to_end.nodes import Node
 from tests.end_to_end.runs import balances
 from tests.end_to_end.simulated_actor import MAX_TOKENS, MIN_TOKENS
+from tests.processes import is_gone
 
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET of Linux
 WAIT_S = 120.0
@@ -140,7 +141,7 @@ class Fleet:
         return time.monotonic() - started
 
     def dead(self) -> list[str]:
-        return [n for n, p in self.roles.items() if not p.is_running() or is_zombie(p)]
+        return [n for n, p in self.roles.items() if is_gone(p.pid)]
 
     @property
     def said(self) -> str:
@@ -186,13 +187,6 @@ class Fleet:
             process.wait(30)
         self._forks.stdout.close()
         self._log.close()
-
-
-def is_zombie(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def be(role: str, arguments: list[Any], namespace: str) -> None:

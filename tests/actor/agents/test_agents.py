@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import psutil
 import pytest
 
 from actor.agents.agents import Agents
@@ -41,6 +40,7 @@ from tests.actor.agents.programs import (
     told,
 )
 from tests.actor.rollout.playing import LEASE, Count, go_on
+from tests.processes import is_gone
 from tests.venvs import CLIENTS, python_with
 
 
@@ -175,19 +175,12 @@ def test_killed_actor_terminates_its_agents(tmp_path: Path, repository: Path) ->
     player = subprocess.Popen(command, cwd=repository)
     try:
         until(lambda: all(path.exists() for path in paths) or player.poll() is not None)
-        agents = [psutil.Process(int(path.read_text(encoding="utf-8"))) for path in paths]
+        agents = [int(path.read_text(encoding="utf-8")) for path in paths]
     finally:
         player.kill()
         player.wait(timeout=60)
     for agent in agents:
-        until(lambda agent=agent: not agent.is_running() or is_zombie(agent))
-
-
-def is_zombie(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+        until(lambda agent=agent: is_gone(agent))
 
 
 def until(condition: Callable[[], bool]) -> None:

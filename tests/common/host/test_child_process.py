@@ -13,6 +13,7 @@ from common.host.child_process import ChildFailed, ChildProcess
 from common.host.guardian import MARKS, find_marked, kill_marked
 from common.repository import ROOT
 from tests.bounds import at_most
+from tests.processes import is_gone
 
 IGNORES_TERM = """
 import signal, sys
@@ -76,12 +77,12 @@ def test_nested_children_with_own_sessions_die_together(tmp_path: Path, ready: P
     pid_file = tmp_path / "pid"
     outer = start(tmp_path, NESTED, STAYS, ready, pid_file)
     try:
-        outer.wait_until(lambda: pid_file.exists() and pid_file.read_text() != "", timeout_s=30.0)
+        outer.wait_until(lambda: pid_file.exists() and pid_file.stat().st_size > 0, timeout_s=30.0)
     finally:
         outer.clear_away()
-    inner = Path("/proc") / pid_file.read_text(encoding="utf-8") / "stat"
+    inner = int(pid_file.read_text(encoding="utf-8"))
     deadline = time.monotonic() + 30.0
-    while inner.exists() and inner.read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z":
+    while not is_gone(inner):
         assert time.monotonic() < deadline, "the inner child lives on"
         time.sleep(0.01)
 

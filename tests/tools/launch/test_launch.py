@@ -17,6 +17,7 @@ from common.config.run import RunSection
 from common.log import kept_in
 from common.store.run_dir import RunDir
 from tests.bounds import at_most
+from tests.processes import is_gone
 from tools.launch.base import Ending, LaunchState, RoleSpec, StallDetector
 from tools.launch.launcher import RoleSupervisor
 from tools.launch.local import start_here
@@ -112,15 +113,6 @@ def interrupt_when(
             os.kill(os.getpid(), number)
 
     return on_poll
-
-
-def is_gone(pid: int) -> bool:
-    """True for an ended process, also one that its new parent has not reaped yet."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return state == "Z"
 
 
 def wait_for(condition: Callable[[], bool], *, timeout_s: float) -> None:
