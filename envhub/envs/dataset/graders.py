@@ -19,49 +19,79 @@ from typing import Any
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 FINAL = "####"  # The mark of GSM8K before the final answer.
 BRACE = re.compile(r"\\boxed\s{0,9}\{|\\.|[{}]", re.DOTALL)
-LATEX_FRACTION = re.compile(r"\\[dtc]?frac\s?(?:\{([^{}]{1,200})\}\s?\{([^{}]{1,200})\}|(\d)(\d))")
+# LaTeX's \text{}, \mathbf{} and the like, unless digits inside and outside would join.
+_FONT = r"\\(?:math|text)[a-z]{0,10}\s?\{"
+FONT = re.compile(rf"(?:(?<!\d){_FONT}|{_FONT}(?!\d))([^{{}}]*)\}}(?!(?<=\d\}})\d)")
+LATEX_FRACTION = re.compile(
+    r"\\(?:[dtcs]?|nice)frac\s?(?:\{([^{}]{1,200})\}|(\d))\s?(?:\{([^{}]{1,200})\}|(\d))"
+)
+LATEX_SPACE = re.compile(r"\\[,;: ]|~")
 # Characters between the digits of one number: LaTeX's spaces, narrow spaces and apostrophes.
-GROUPED = re.compile(r"(?<=\d)(?:\\[,!; ]|\{,\}|[\u00a0\u2007\u2009\u202f'\u2019_])(?=\d{3})")
+GROUPED = re.compile(r"(?<=\d)(?:\\[,; ]|\{,\}|[\u00a0\u2007\u2009\u202f'\u2019_])(?=\d{3})")
 # Groups of thousands with a space: "10 000".
 SPACED = re.compile(r"(?<![\w.,/^])([1-9]\d{0,2}(?: \d{3})+)(?![\w/^])")
+# Currencies before an amount: "€5", "Rs.1,250", "-US$5".
+CURRENCY = re.compile(
+    r"(?:[€£¥₹₩₽₺₴₪₫฿]|(?<![^\W_])(?:Rs\.?|INR|USD|EUR|GBP|(?:US|CA?|AU?|HK|NZ)\$))\s?(?=[-+\d.])"
+)
+# The exponent of a unit: "25 cm2", "25 m<sup>2</sup>".
+UNIT = re.compile(r"(\d\s?(?:[dckm]?m|ft|in|yd|mi))(?=[23]\b)")
+RAISED = re.compile(r"<sup>([^<>]{1,20})</sup>")
+# A sign may follow these texts. Behind "%" or "5$" it joins two ends of a range.
+OPENED = r"[=≈~<>(\[{:,|][ \t]{0,3}|(?<!\d)\$"
+UNJOINED = r"(?<![\w)\]}.%°])(?<!\d\$)"
 # Signs apart from their number: "x = - 5" and "\boxed{-\,5}", a whole text such as "- 5", "-(1/2)".
 # Elsewhere a sign with a space is a dash, an operator or the mark of a list.
-GAP = r"(?:[^\S\n]|\\[,;:! ]){1,3}(?=\\?[$€£¥]?\s?[\d.]|\\[dtc]?frac)"
-APART = re.compile(rf"((?:[=≈~<>(\[{{:,|][ \t]{{0,3}}|\$)[-+]){GAP}")
-ALONE = re.compile(rf"\A([\s*$]*[-+]){GAP}(?=(?:\\[dtc]?frac|\d|[^\w\n])*\s*\Z)")
-# Marks of text around a number behind its sign: "-**5**", "-`5`", "-\mathbf{5}", "-<b>5</b>".
+GAP = r"[^\S\n]{1,3}(?=\\?\$?\s?[\d.])"
+APART = re.compile(rf"((?:{OPENED})[-+]){GAP}")
+ALONE = re.compile(rf"\A([\s*$]*[-+]){GAP}(?=(?:\d|[^\w\n])*\s*\Z)")
+# Marks of text around a number behind its sign: "-**5**", "-`5`", "-{5}", "-<b>5</b>".
 MARKED = re.compile(
-    r"((?:[=≈~<>(\[{:,|][ \t]{0,3}|\$)[-+][ \t]{0,3}|(?<![\w)\]}.])[-+])"
-    r"(?:(\*{1,3}|_{1,2}|`)|\\(?:math|text)[a-z]*\s?(\{)|(\{)|<(\w{1,10})>)"
-    r"(\\?[$€£¥]?\s?[\d.][^*_`{}<\n]*)(?(2)\2|(?(3)\}|(?(4)\}|</\5>)))"
+    rf"((?:{OPENED})[-+][ \t]{{0,3}}|{UNJOINED}[-+])"
+    r"(?:(\*{1,3}|_{1,2}|`)|(\{)|<(\w{1,10})>)"
+    r"(\\?\$?\s?[\d.][^*_`{}<\n]*)(?(2)\2|(?(3)\}|</\4>))"
+)
+# A sign before the box or the formula of its number: "-\boxed{5}", "-$5$".
+OUTSIDE = re.compile(
+    rf"((?:{OPENED})|(?<![\w)\]}}.%°$]))([-\u2212])(\\boxed\s?\{{|\$)(?=[^-+\u2212$\n]{{1,200}}[}}$])"
 )
 # "negative 5", and "minus 5" that subtracts nothing.
 NEGATIVE = re.compile(
-    r"(?:(?<![\w-])negative|((?:\A|[=:(]|\b(?:is|are|be|get|gets|equals))\s{0,3})minus)"
-    r"\s{1,3}(?=[$€£¥]?[\d.])",
+    r"(?:(?<![\w-])negative|((?:\A|[=:(*]|\b(?:is|are|was|were|be|get|gets|equals|to|of|at))"
+    r"\s{0,3})minus)\s{1,3}(?=(?:\*{1,3}|_{1,2}|`)?\$?[\d.])",
     re.IGNORECASE,
 )
-BRACKETED = re.compile(r"(?<![\w)\]}.])([-+])(?:\\left)?\(\s?([\d.,/]{1,200})\s?(?:\\right)?\)")
+BRACKETED = re.compile(rf"{UNJOINED}([-+])(?:\\left)?\(\s?([\d.,/ ]{{1,200}})(?:\\right)?\)")
 NUMBER = re.compile(
-    r"(?P<sign>(?<![\w)\]}.])[-+](?:\\?[$€£¥]\s?)?|)"
+    rf"(?P<sign>{UNJOINED}[-+](?:\\?\$\s?)?|)"
     r"(?P<digits>\d[\d.,]*|\.\d+)"
     r"(?:[eE](?P<power>[-+]?\d+)(?!\w)|"
-    r"\s{0,3}(?:[x\u00d7*\u00b7\u22c5]|\\times|\\cdot)\s{0,3}10\s?(?:\^|\*\*)\s?[{(]?(?P<ten>[-+]?\d+)[)}]?|"
-    r"\s?(?:\^|\*\*)\s?[{(]?(?P<raised>[-+]?\d+)[)}]?|"
+    r"\s{0,3}(?:[xX\u00d7*\u00b7\u22c5]|\\times|\\cdot)\s{0,3}\{?10\}?\s?(?:\^|\*\*)\s?"
+    r"[{(]?\s?(?P<ten>[-+]?\d+)\s?[)}]?|"
+    r"\s?(?:\^|\*\*)\s?(?:[{(]\s?(?P<inside>[-+]?\d[\d./]*)\s?[)}]|(?P<raised>[-+]?\d+(?:\.\d+)?))|"
     r"\s{1,3}(?P<part>\d+)\s?/\s?(?P<whole>\d+)(?![\d.,/]*\d)|)"
     r"(?:\s{0,3}/\s{0,3}(?P<below>[-+]?(?:\d[\d.,]*|\.\d+)))?"
-    r"(?P<percent>\s?\\?%)?"
+    r"(?P<percent>[\s$]{0,3}\\?%|\s?per\s?cent\b)?"
 )
 # The text before a number that is an exponent. Two stars after a space begin bold text.
 EXPONENT = re.compile(r"(?:\^\s?|(?<=[\w)\]}])\*\*\s?|\s\*\*\s)[{(]?[-+]?$")
+# The number is a radicand, or a factor of a root or of pi: the term is no number to compare.
+ROOT = re.compile(r"(?:\\sqrt(?:\[\d\])?\s?\{?|√\s?[({]?)\s?$")
+FACTOR = re.compile(r"\s?(?:\*|\\cdot|\\times)?\s?(?:\\sqrt|√|\\?pi\b|π)")
 # Bold text, which is no power: "is**7**", but not "2**3**".
 BOLD = re.compile(r"(?<![\d)\]}*])\*\*(?=\S)([^*\n]*)(?<=\S)\*\*(?![\w*(])")
+# Words, and marks of formulas and of Markdown: a text with them is no single formula.
+PROSE = re.compile(r"[^\W\d_]{2}|[$`\n]|\*\*|\\[(\[]")
+COMMAND = re.compile(r"\\[a-zA-Z]+")
+MIXED = re.compile(r"(?<![\w.,/}])(\d{1,9}) (\d{1,9})/(\d{1,9})(?![\w.,/])")
+RADICAL = re.compile(r"√\s?(?:\(([^()]{1,200})\)|(\w{1,200}))")
 MAX_DIGITS = 100_000  # Digits, or zeros of an exponent, of a number that is compared.
 CHARACTERS = str.maketrans(
     {
         **dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d", "-"),
         **dict.fromkeys("\u2044\u2215\uff0f", "/"),
         **dict.fromkeys("\u066a\uff05", "%"),
+        **dict.fromkeys("\u2217\uff0a", "*"),
         **dict.fromkeys("\u200b\u200e\u200f\u2060\ufeff", ""),  # They have no width.
         **{"\u066b": ".", "\uff0e": ".", "\u066c": ",", "\uff0c": ",", "\uff0b": "+"},
     }
@@ -77,7 +107,7 @@ def final_answer(text: str) -> str:
     A text without these marks is returned as it is.
     """
     tail = text.rstrip().removesuffix(FINAL).rpartition(FINAL)[2]
-    boxed = _last_boxed(tail)
+    boxed = _last_boxed(OUTSIDE.sub(r"\1\3\2", tail) if "\\boxed" in tail else tail)
     if boxed is not None:
         return boxed.strip()
     tagged = TAGGED.findall(tail)
@@ -130,7 +160,7 @@ def read_number(text: str) -> Number | None:
         is_exponent = EXPONENT.search(text, max(0, match.start() - 6), match.start())
         if is_exponent is None:
             last = match
-    if last is None:
+    if last is None or _is_irrational(text, last):
         return None
     try:
         value = _value(last)
@@ -139,16 +169,31 @@ def read_number(text: str) -> Number | None:
     return None if value is None else Number(value, bool(last["percent"]))
 
 
+def _is_irrational(text: str, match: re.Match[str]) -> bool:
+    """Return whether a number is under a root, or a factor of a root or of pi."""
+    before = ROOT.search(text, max(0, match.start() - 12), match.start())
+    return bool(before or FACTOR.match(text, match.end()))
+
+
 def plain_digits(text: str) -> str:
     """Return a text whose digits, signs, fractions and exponents are written in ASCII."""
-    text = NEGATIVE.sub(r"\1-", ascii_digits(text))
-    text = MARKED.sub(r"\1\6 ", text)
-    for sign in (APART, ALONE):
-        text = sign.sub(r"\1", text)
-    text = BRACKETED.sub(r"\1\2", LATEX_FRACTION.sub(_plain_fraction, text))
-    text = GROUPED.sub("", text)
+    text = ascii_digits(text).replace("\\!", "").replace("{-}", "-")
+    text = RAISED.sub(r"^{\1}", FONT.sub(r"\1", text))
+    text = LATEX_SPACE.sub(" ", GROUPED.sub("", text))
+    text = LATEX_FRACTION.sub(_plain_fraction, text)
+    text = UNIT.sub(r"\1^", CURRENCY.sub("$", text))
+    text = BRACKETED.sub(r"\1\2", plain_signs(text))
     text = SPACED.sub(lambda m: m[0].replace(" ", ""), text)
     return BOLD.sub(r";\1 ", text)
+
+
+def plain_signs(text: str) -> str:
+    """Return a text whose negative numbers have the sign before their first digit."""
+    text = OUTSIDE.sub(r"\1\3\2", NEGATIVE.sub(r"\1-", text))
+    text = MARKED.sub(r"\1\5 ", text)
+    for sign in (APART, ALONE):
+        text = sign.sub(r"\1", text)
+    return text
 
 
 def ascii_digits(text: str) -> str:
@@ -175,7 +220,7 @@ def _ascii_digit(match: re.Match[str]) -> str:
 
 def _plain_fraction(match: re.Match[str]) -> str:
     """Return a fraction of LaTeX as a/b, with a space after the whole part of a mixed number."""
-    above, below = (match[1] or match[3]).strip(), (match[2] or match[4]).strip()
+    above, below = (match[1] or match[2]).replace(" ", ""), (match[3] or match[4]).replace(" ", "")
     is_mixed = match.start() and match.string[match.start() - 1].isdigit()
     return f"{' ' if is_mixed else ''}{above}/{below}"
 
@@ -191,8 +236,9 @@ def _value(match: re.Match[str]) -> Fraction | None:
     for name in ("power", "ten"):
         if match[name] is not None:
             value *= _power(Fraction(10), match[name])
-    if match["raised"] is not None:
-        value = _power(value, match["raised"])
+    for name in ("raised", "inside"):
+        if match[name] is not None:
+            value = _power(value, match[name])
     if match["part"] is not None:
         value += _fraction(match["part"]) / _fraction(match["whole"])
     if match["below"] is not None:
@@ -247,7 +293,11 @@ def _fraction(digits: str) -> Fraction:
 
 
 def _power(base: Fraction, exponent: str) -> Fraction:
-    """Return a power. Raises: ValueError, ArithmeticError: it is too large, or 0 is inverted."""
+    """Return a power.
+
+    Raises: ValueError, ArithmeticError: it is too large, 0 is inverted, or the exponent is no
+        whole number.
+    """
     if len(exponent) > 7:
         raise ValueError(f"an exponent of {len(exponent)} digits")
     num_bits = base.numerator.bit_length() + base.denominator.bit_length()
@@ -282,7 +332,8 @@ def exact_text(completion: str, ground_truth: str) -> float:
     """
     _check_reference(ground_truth)
     answer, wanted = (
-        " ".join(final_answer(str(text)).casefold().split()) for text in (completion, ground_truth)
+        " ".join(unicodedata.normalize("NFC", final_answer(str(text))).casefold().split())
+        for text in (completion, ground_truth)
     )
     return float(answer == wanted)
 
@@ -308,14 +359,23 @@ def math(completion: str, ground_truth: str) -> float:
     library = importlib.import_module("math_verify")
     # Its own time limits use signals, which only the main thread receives. The caller has a limit.
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # It warns of each call.
-    reference = ascii_digits(final_answer(str(ground_truth)))
+    reference = _as_latex(final_answer(str(ground_truth)))
     gold = library.parse(f"${reference}$", parsing_timeout=None)
     if not gold:
         raise ValueError(f"math-verify cannot read the reference answer {ground_truth!r:.100}")
-    final = ascii_digits(final_answer(completion))
-    is_marked = final != ascii_digits(completion.strip())
-    answer = library.parse(f"${final}$" if is_marked else final, parsing_timeout=None)
+    final = final_answer(completion)
+    # math-verify reads only the first number of a formula without marks, such as "2\sqrt{3}".
+    is_formula = final != completion.strip() or not PROSE.search(COMMAND.sub("", final))
+    final = _as_latex(final)
+    answer = library.parse(f"${final}$" if is_formula else final, parsing_timeout=None)
     return float(library.verify(gold, answer, timeout_seconds=None))
+
+
+def _as_latex(text: str) -> str:
+    """Return a text whose long numbers, mixed numbers, signs and roots math-verify can read."""
+    text = SPACED.sub(lambda m: m[0].replace(" ", ""), GROUPED.sub("", ascii_digits(text)))
+    text = MIXED.sub(r"\1\\frac{\2}{\3}", plain_signs(text))
+    return RADICAL.sub(lambda m: rf"\sqrt{{{m[1] or m[2]}}}", text)
 
 
 @lru_cache(maxsize=256)

@@ -90,7 +90,8 @@ sys.path.insert(0, "ROOT")
 from tests.envhub.envs.dataset.made import make, play
 
 folder = Path(sys.argv[1])
-records = [{"problem": "?", "solution": answer} for answer in (r"\frac{1}{2}", "x = 3")]
+answers = (r"\frac{1}{2}", "x = 3", "10000", "3.5", r"2\sqrt{3}")
+records = [{"problem": "?", "solution": answer} for answer in answers]
 options = make(folder, records, reward="math")
 
 
@@ -103,6 +104,13 @@ assert paid(r"It is \boxed{\frac{2}{4}}.", 0) == 1.0
 assert paid(r"It is $\frac{1}{3}$.", 0) == 0.0
 assert paid("I do not know.", 0) == 0.0
 assert paid("$3$", 1) == 1.0
+# Signs before the formula or the box of a number.
+for text in ("-$3$", "- 3", "negative 3", r"$x = -\boxed{3}$"):
+    assert paid(text, 1) == 0.0, text
+assert paid(r"\boxed{10\,000}", 2) == paid(r"\boxed{3 1/2}", 3) == 1.0
+# A formula without marks is read as a whole: 3 is not 3 times a root.
+assert paid(r"3\sqrt{2}", 1) == paid("3√2", 1) == 0.0
+assert paid(r"2\sqrt{3}", 4) == paid("2√3", 4) == 1.0
 print("equal")
 """
 

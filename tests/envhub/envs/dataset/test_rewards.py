@@ -273,6 +273,23 @@ def test_last_number_of_a_text_is_read(text: str, number: str | None) -> None:
         ("**-5**", "-5"),
         ("y = 5 ** 2", "25"),
         ("x ** 2", None),
+        (r"$x = -\boxed{5}$", "-5"),
+        (r"-\boxed{\frac{1}{2}}", "-1/2"),
+        (r"8 - 3 = \boxed{5}", "5"),
+        (r"8-\boxed{5}", "5"),
+        ("-$5$", "-5"),
+        ("$10$-$5$", "5"),
+        ("10%-15%", "15"),
+        ("-{\\frac{1}{2}}", "-1/2"),
+        ("-(3 1/2)", "-7/2"),
+        (r"\text{Answer: }-5", "-5"),
+        (r"{-}5", "-5"),
+        ("-\u20b95", "-5"),
+        ("-US$5", "-5"),
+        ("Rs.1,250", "1250"),
+        ("It is negative **5**.", "-5"),
+        ("**minus 5**", "-5"),
+        ("It fell to minus 5.", "-5"),
         ("is**7**", "7"),
         ("5 **7**", "7"),
         ("1.**5**", "5"),
@@ -293,6 +310,8 @@ def test_last_number_of_a_text_is_read(text: str, number: str | None) -> None:
         ("12 minus 5", "5"),
         ("1\u202f250", "1250"),
         (r"1{,}250", "1250"),
+        (r"10,\!000", "10000"),
+        ("1~000~000", "1000000"),
         ("3,5", "7/2"),
         ("1, 2, 3", "3"),
         ("\uff11\uff12", "12"),
@@ -302,6 +321,20 @@ def test_last_number_of_a_text_is_read(text: str, number: str | None) -> None:
         ("10\u2075", "100000"),
         ("25 cm\u00b2", "25"),
         ("25 m^2", "25"),
+        ("25 m2", "25"),
+        ("25 m<sup>2</sup>", "25"),
+        (r"25 \text{ cm}^2", "25"),
+        ("2 x 10<sup>3</sup>", "2000"),
+        ("2 X 10^3", "2000"),
+        ("2^{1/2}", None),
+        ("2^0.5", None),
+        (r"\sqrt{5}", None),
+        (r"2\sqrt{5}", None),
+        ("5\u03c0", None),
+        (r"\sqrt{25} = 5", "5"),
+        (r"3\,\frac{1}{2}", "7/2"),
+        (r"\frac{1}2", "1/2"),
+        (r"\frac{\text{1}}{2}", "1/2"),
         ("3 1/2", "7/2"),
         ("3\u00bd", "7/2"),
         (r"-\frac{1}{2}", "-1/2"),
@@ -362,13 +395,22 @@ def test_long_numbers_are_compared_exactly() -> None:
 
 @pytest.mark.parametrize(
     ("answer", "reference", "reward"),
-    [("50%", "50", 1.0), ("50%", "0.5", 1.0), ("0.5", "50%", 1.0), ("5%", "0.5", 0.0)],
+    [
+        ("50 percent", "0.5", 1.0),
+        (r"50\,\%", "0.5", 1.0),
+        ("50%", "50", 1.0),
+        ("50%", "0.5", 1.0),
+        ("0.5", "50%", 1.0),
+        ("5%", "0.5", 0.0),
+    ],
 )
 def test_percentage_equals_its_share(answer: str, reference: str, reward: float) -> None:
     assert exact_number(answer, reference) == reward
 
 
-@pytest.mark.parametrize("part", ["1,11", "1.", "1 ", "1/", "1^", "-", r"\boxed{", r"\frac{", "1e"])
+@pytest.mark.parametrize(
+    "part", ["1,11", "1.", "1 ", "1/", "1^", "-", r"-\boxed{1}", r"\frac{", "1e", r"\text{"]
+)
 def test_long_answer_is_graded_in_linear_time(part: str) -> None:
     began_s = time.process_time()
     exact_number(part * (100_000 // len(part)), "7")
@@ -390,6 +432,15 @@ def test_long_answer_is_graded_in_linear_time(part: str) -> None:
 )
 def test_final_answer_follows_its_mark(text: str, answer: str) -> None:
     assert final_answer(text) == answer
+
+
+def test_root_as_the_reference_is_no_number_to_compare() -> None:
+    with pytest.raises(ValueError, match="holds no number"):
+        exact_number("3", r"2\sqrt{3}")
+
+
+def test_exact_text_compares_letters_and_no_code_points() -> None:
+    assert exact_text("Caf\u00e9", "cafe\u0301") == 1.0
 
 
 def test_exact_text_ignores_case_and_spaces() -> None:
