@@ -85,6 +85,7 @@ PROSE = re.compile(r"[^\W\d_]{2}|[$`\n]|\*\*|\\[(\[]")
 COMMAND = re.compile(r"\\[a-zA-Z]+")
 MIXED = re.compile(r"(?<![\w.,/}])(\d{1,9}) (\d{1,9})/(\d{1,9})(?![\w.,/])")
 RADICAL = re.compile(r"√\s?(?:\(([^()]{1,200})\)|(\w{1,200}))")
+NUM_DECIMALS = 9  # Of a verifier's score.
 MAX_DIGITS = 100_000  # Digits, or zeros of an exponent, of a number that is compared.
 CHARACTERS = str.maketrans(
     {
@@ -434,7 +435,8 @@ def verified(generator: Any, entry: Mapping[str, Any], answer: str, *, task: str
     Raises: ValueError: the verifier fails on its own reference answer, too, or there is none.
     """
     try:
-        return float(generator.score_answer(answer, entry))
+        # A sum of shares may exceed 1 by a rounding error.
+        return round(float(generator.score_answer(answer, entry)), NUM_DECIMALS)
     except Exception as error:
         # Some verifiers raise an error for a text that is no answer. So the verifier must work on
         # the reference answer.

@@ -227,6 +227,17 @@ class BrokenVerifier:
         return 0.5
 
 
+class RoundedVerifier:
+    """A verifier whose score is a sum of shares."""
+
+    def score_answer(self, answer: str, entry: dict[str, str]) -> float:
+        return sum([1 / 9] * len(answer))
+
+
+def test_score_that_exceeds_one_by_rounding_is_one() -> None:
+    assert verified(RoundedVerifier(), {"answer": "x" * 9}, "x" * 9, task="letters") == 1.0
+
+
 def test_error_of_a_verifier_is_a_score_only_if_it_works_on_the_reference() -> None:
     generator = BrokenVerifier()
     assert verified(generator, {"answer": "7", "bad": None}, "8", task="sum") == 0.5
