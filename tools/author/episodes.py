@@ -139,7 +139,8 @@ def spec_of(name: str, overrides: list[str]) -> EnvSpec:
     cfg = load_config(None, [*unset, *overrides])
     if missing := missing_requirements([name], cfg.envs, cfg.env):
         raise ConfigError("; ".join(missing))
-    loading = call_environment(name, lambda: _load(name, cfg), passes=(UnknownEnv,))
+    passes = (UnknownEnv, ConfigError)  # Their texts name the cause: no traceback is logged.
+    loading = call_environment(name, lambda: _load(name, cfg), passes=passes)
     try:
         return asyncio.run(loading)
     except (UnknownEnv, EnvRaised) as error:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import ConfigError
 from common.repository import ROOT
 from envhub.env import Style
 from tools.author.check_env import findings
@@ -46,6 +47,21 @@ def test_example_passes_and_reports_reward_and_success_rules():
     assert told["reward"] == text
     assert told["success"] == "reported by the environment, independent of the reward"
     assert told["expert"] == "solves 6 of 6"
+
+
+def test_missing_package_of_an_environment_is_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "lacking.py"
+    path.write_text(
+        "from common.errors import ConfigError\n\n\n"
+        "def make_spec(name):\n"
+        "    raise ConfigError('game: the Python package is missing')\n",
+        encoding="utf-8",
+    )
+    with pytest.raises(ConfigError, match=r"^game: the Python package is missing$"):
+        spec_of(f"{path}:make_spec", [])
+    assert not caplog.records
 
 
 @pytest.mark.slow
