@@ -16,7 +16,7 @@ from actor.agents.listener import UNENCRYPTED, server_tls
 from common.config.actor import ActorSection
 from common.config.envs import DatasetOptions
 from common.config.learner import Offload
-from common.config.load import list_configs
+from common.config.load import list_configs, load_config
 from common.config.run import Resume
 from common.config.run_config import Launcher, RunConfig, check_training
 from common.errors import ConfigError
@@ -189,13 +189,16 @@ def _check_tasks(cfg: RunConfig) -> None:
 
 
 def warn_of_unread_keys(cfg: RunConfig) -> None:
-    """Warn about keys of a dataset that no task reads."""
+    """Warn about keys of a dataset that no task reads.
+
+    Values of the preset `dataset` are silent: a command may take the rest of it for other tasks.
+    """
     if "dataset" in {task.env for task in cfg.tasks} | {*cfg.envhub.envs}:
         return
-    defaults = DatasetOptions()
+    silent = (DatasetOptions(), load_config("dataset", []).envs.dataset)
     for field in fields(DatasetOptions):
         value = getattr(cfg.envs.dataset, field.name)
-        if value != getattr(defaults, field.name):
+        if value not in [getattr(options, field.name) for options in silent]:
             key = "reward" if field.name == "reward" else f"data.{field.name}"
             logger.warning(
                 "%s=%s has no effect: no task reads it. A dataset needs"

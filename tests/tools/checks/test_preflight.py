@@ -333,4 +333,6 @@ def test_key_of_a_dataset_without_its_task_is_named(caplog: pytest.LogCaptureFix
     caplog.clear()
     warn_of_unread_keys(load_config("dataset", ["reward=x.py:f"]))
     warn_of_unread_keys(load_config("smoke", []))
+    # The documented commands of TextWorld, TextArena and BFCL take the preset with other tasks.
+    warn_of_unread_keys(load_config("dataset", ["tasks=[{env: textworld, subset: custom}]"]))
     assert caplog.records == []
