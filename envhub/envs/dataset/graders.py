@@ -78,6 +78,12 @@ EXPONENT = re.compile(r"(?:\^\s?|(?<=[\w)\]}])\*\*\s?|\s\*\*\s)[{(]?[-+]?$")
 # The number is a radicand, or a factor of a root or of pi: the term is no number to compare.
 ROOT = re.compile(r"(?:\\sqrt(?:\[\d\])?\s?\{?|√\s?[({]?)\s?$")
 FACTOR = re.compile(r"\s?(?:\*|\\cdot|\\times)?\s?(?:\\sqrt|√|\\?pi\b|π)")
+# The number divides a term that is no number: "(a + 1)/2", "\frac{\sqrt{3}}{2}".
+DIVISOR = re.compile(r"(?:[)\]}]\s?/\s?[({]?|\}\s?\{)\s?$")
+# Brackets around a whole number of a fraction: "(-1)/2", "{1}/{2}".
+WHOLE = re.compile(
+    r"\{([-+]?\d{1,20})\}(?=\s?/)|(?<![\w)])\(([-+]?\d{1,20})\)(?=\s?/)|(?<=/)[{(](\d{1,20})[})]"
+)
 # Bold text, which is no power: "is**7**", but not "2**3**".
 BOLD = re.compile(r"(?<![\d)\]}*])\*\*(?=\S)([^*\n]*)(?<=\S)\*\*(?![\w*(])")
 # Words, and marks of formulas and of Markdown: a text with them is no single formula.
@@ -171,8 +177,9 @@ def read_number(text: str) -> Number | None:
 
 
 def _is_irrational(text: str, match: re.Match[str]) -> bool:
-    """Return whether a number is under a root, or a factor of a root or of pi."""
-    before = ROOT.search(text, max(0, match.start() - 12), match.start())
+    """Return whether a number is under a root, a factor of a root or of pi, or divides a term."""
+    around = max(0, match.start() - 12), match.start()
+    before = ROOT.search(text, *around) or DIVISOR.search(text, *around)
     return bool(before or FACTOR.match(text, match.end()))
 
 
@@ -182,6 +189,7 @@ def plain_digits(text: str) -> str:
     text = RAISED.sub(r"^{\1}", FONT.sub(r"\1", text))
     text = LATEX_SPACE.sub(" ", GROUPED.sub("", text))
     text = LATEX_FRACTION.sub(_plain_fraction, text)
+    text = WHOLE.sub(r"\1\2\3", text)
     text = UNIT.sub(r"\1^", CURRENCY.sub("$", text))
     text = BRACKETED.sub(r"\1\2", plain_signs(text))
     text = SPACED.sub(lambda m: m[0].replace(" ", ""), text)
