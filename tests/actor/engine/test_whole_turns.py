@@ -116,11 +116,16 @@ def test_waiting_requests_reuse_no_prefix_of_older_weights(rig: Rig, has_running
                 await rig.generate(f"{first}-before", prompt, max_tokens=2)
                 again = await rig.generate(f"{first}-again", prompt, max_tokens=2)
                 assert again.num_cached > 0
-                running: list[asyncio.Task[Turn]] = []
-                if has_running:
-                    running += [rig.generate(f"{first}-running", [5, 6, 7], max_tokens=400)]
-                    await rig.generate(f"{first}-clock", [5, 6], max_tokens=10)
-                await rig.engine._llm.pause_generation(mode="keep", clear_cache=False)
+                for attempt in range(50):  # The policy may end a turn before the pause.
+                    running: list[asyncio.Task[Turn]] = []
+                    if has_running:
+                        name = f"{first}-running-{attempt}"
+                        running += [rig.generate(name, [5, 6, 7], max_tokens=400)]
+                        await rig.generate(f"{name}-clock", [5, 6], max_tokens=10)
+                    await rig.engine._llm.pause_generation(mode="keep", clear_cache=False)
+                    if not any(task.done() for task in running):
+                        break
+                    await rig.engine._llm.resume_generation()
                 assert not any(task.done() for task in running)
                 queued = rig.generate(f"{first}-queued", prompt, max_tokens=2)
                 await asyncio.sleep(0)  # The request leaves for the paused engine.
