@@ -233,7 +233,7 @@ def test_partial_update_blocks_sampling_until_complete(rig: Rig) -> None:
                 running.append(rig.generate("later", [5, 6], max_tokens=5))
                 running.append(asyncio.create_task(a_round(rig)))
                 done, _ = await asyncio.wait(running, timeout=0.5)
-                assert not done, "nobody knows by which weights"
+                assert not done, "the weights are incomplete"
                 await asyncio.to_thread(publisher.publish, rig.forced_weights(3))
                 torn, later, together = await asyncio.gather(*running)
         assert torn.versions == forced(torn)
