@@ -14,7 +14,15 @@ from common.weights.buckets import BucketLayout, Pending, send_buckets
 from common.weights.messages import CanaryScores, WeightsLoaded, WeightsOffer
 from common.weights.transport import BroadcastGroup, CollectiveMember
 from learner.weights.source import PublishedWeights
-from tests.actor.engine.engine_rig import BUCKET_BYTES, FIRST_FORCED, HOST, TIMEOUT_S, WAIT_S, Rig
+from tests.actor.engine.engine_rig import (
+    BUCKET_BYTES,
+    FIRST_FORCED,
+    HOST,
+    TIMEOUT_S,
+    WAIT_S,
+    Rig,
+    forked_engines,
+)
 from tests.common.weights.meeting import NOWHERE, Meeting
 
 pytestmark = pytest.mark.slow
@@ -30,8 +38,7 @@ on_both = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def rounded_rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    with forked_engines():
         folder = tmp_path_factory.mktemp("rig")
         rig = Rig(folder, dtype="bfloat16", is_tied=True, is_repeatable=False)
         yield rig
