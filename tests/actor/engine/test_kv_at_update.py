@@ -145,6 +145,7 @@ def test_turns_reuse_old_prefixes_only_if_kept(rig: Rig, prefixes: AtUpdate) -> 
             acknowledgement=lambda _: "",
             is_gone=lambda _: False,
             tools=lambda _: [],
+            opponent_texts=lambda _: {},
         )
         delivery: Any = SimpleNamespace(put=put)
         episodes = EpisodePool(
