@@ -114,11 +114,15 @@ def version(path: Path, dtype: str, *, seed: int) -> list[tuple[str, Tensor]]:
     ]
 
 
+def filled(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a model without its towers of images, which have no memory."""
+    state = model.state_dict(keep_vars=True)
+    return {name: each for name, each in state.items() if not each.is_meta}
+
+
 def contents(model: nn.Module, dtype: str) -> dict[str, Tensor]:
     """Return every tensor of a model, and what each packed matrix makes of the same input."""
-    state = model.state_dict(keep_vars=True)
-    # The towers of images, which a model of text never loads, are without memory.
-    found = {name: each.clone() for name, each in state.items() if not each.is_meta}
+    found = {name: each.clone() for name, each in filled(model).items()}
     generator = torch.Generator().manual_seed(0)
     layers: list[tuple[str, Any]] = list(model.named_modules())
     for name, layer in layers:
@@ -183,7 +187,7 @@ def test_published_weights_lose_nothing_in_a_bf16_engine(tmp_path: Path, family:
     from safetensors.torch import save_file
 
     path = save_family(family, tmp_path / "exact")
-    expected = dict(make_model(path, "bfloat16")[0].state_dict())
+    expected = filled(make_model(path, "bfloat16")[0])
     policy = load_policy(str(path), device="cpu")
     sent = tensors_of(policy_weights(policy, torch.bfloat16))
     stored = stored_in(path)
@@ -192,7 +196,7 @@ def test_published_weights_lose_nothing_in_a_bf16_engine(tmp_path: Path, family:
     for file in path.glob("*.safetensors*"):
         file.unlink()
     save_file(stored | sent, path / "model.safetensors", metadata={"format": "pt"})
-    found = dict(make_model(path, "bfloat16")[0].state_dict())
+    found = filled(make_model(path, "bfloat16")[0])
     differ = {name for name, each in expected.items() if not torch.equal(each, found[name])}
     assert differ == set()
     assert found.keys() == expected.keys()
