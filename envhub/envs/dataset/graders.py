@@ -91,7 +91,7 @@ PROSE = re.compile(r"[^\W\d_]{2}|[$`\n]|\*\*|\\[(\[]")
 COMMAND = re.compile(r"\\[a-zA-Z]+")
 MIXED = re.compile(r"(?<![\w.,/}])(\d{1,9}) (\d{1,9})/(\d{1,9})(?![\w.,/])")
 RADICAL = re.compile(r"√\s?(?:\(([^()]{1,200})\)|(\w{1,200}))")
-NUM_DECIMALS = 9  # Of a verifier's score.
+ROUNDING_ERROR = 1e-9  # A verifier's sum of shares may exceed 1 by less than this.
 MAX_DIGITS = 100_000  # Digits, or zeros of an exponent, of a number that is compared.
 CHARACTERS = str.maketrans(
     {
@@ -443,8 +443,8 @@ def verified(generator: Any, entry: Mapping[str, Any], answer: str, *, task: str
     Raises: ValueError: the verifier fails on its own reference answer, too, or there is none.
     """
     try:
-        # A sum of shares may exceed 1 by a rounding error.
-        return round(float(generator.score_answer(answer, entry)), NUM_DECIMALS)
+        score = float(generator.score_answer(answer, entry))
+        return 1.0 if 1.0 < score < 1.0 + ROUNDING_ERROR else score
     except Exception as error:
         # Some verifiers raise an error for a text that is no answer. So the verifier must work on
         # the reference answer.

@@ -4,9 +4,10 @@ import struct
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path, PosixPath
+from typing import Self
 
 import numpy as np
 import pytest
@@ -293,11 +294,11 @@ def test_packed_files_read_as_before_from_anywhere(tmp_path: Path) -> None:
 class CompressedMeanwhile(PosixPath):
     """A folder whose first file is compressed after the first listing."""
 
-    def glob(self, pattern: str) -> Iterator[Path]:  # type: ignore[override]
+    def glob(self, pattern: str) -> Generator[Self, None, None]:
         listed = list(super().glob(pattern))
         if (self / "000000.log").exists():
             pack(Path(self), 0)
-        return iter(listed)
+        yield from listed
 
 
 def test_file_is_listed_during_its_compression(tmp_path: Path) -> None:

@@ -236,6 +236,9 @@ class RoundedVerifier:
 
 def test_score_that_exceeds_one_by_rounding_is_one() -> None:
     assert verified(RoundedVerifier(), {"answer": "x" * 9}, "x" * 9, task="letters") == 1.0
+    assert verified(RoundedVerifier(), {"answer": "x" * 9}, "xxx", task="letters") == sum(
+        [1 / 9] * 3
+    )
 
 
 def test_error_of_a_verifier_is_a_score_only_if_it_works_on_the_reference() -> None:
